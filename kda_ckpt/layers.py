@@ -92,7 +92,7 @@ def check_config(config: ModelConfig) -> None:
         value = getattr(config, field.name)
         if field.type == "int":
             check_int(field.name, value, minimum.get(field.name, 1))
-        elif "float" in field.type and value is not None:
+        elif "float" in field.type and not (value is None and "None" in field.type):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{field.name} is {value!r}; it must be a number")
     layers = config.full_attention_layers
