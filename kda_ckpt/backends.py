@@ -19,9 +19,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # %% auto #0
 __all__ = ['DTYPES', 'GROUP', 'KDAResult', 'Backend', 'backend_names', 'get_backend', 'check_cu_seqlens', 'check_offsets',
-           'PrefillShape', 'check_lower_bound', 'check_prefill_args', 'gather_tiles', 'run_steps', 'step_groups',
-           'prefill_tiles', 'load_tiles', 'conv_windows', 'conv_packed', 'check_conv_args', 'check_slots',
-           'check_cache_args', 'check_store_args', 'check_decode_args', 'decode_step', 'TorchBackend']
+           'PrefillShape', 'check_lower_bound', 'check_prefill_args', 'run_steps', 'step_groups', 'load_tiles',
+           'prefill_tiles', 'conv_windows', 'conv_packed', 'check_conv_args', 'check_slots', 'check_cache_args',
+           'check_store_args', 'check_decode_args', 'decode_step', 'TorchBackend']
 
 # %% ../nbs/00_torch_backend.ipynb #581459ce
 class KDAResult(NamedTuple):
@@ -248,12 +248,6 @@ def check_prefill_args(q, k, v, g, beta, *, A_log, dt_bias, lower_bound, cu_seql
         _check_tensor("out", out, (shape,), device, (q.dtype,))
     return PrefillShape(T, N, H, D)
 
-# %% ../nbs/00_torch_backend.ipynb #359730a6
-def gather_tiles(x: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Tokens of x `[T, H, D]` as tiles `[M * H, 16, D]` for tokens `[M, 16]`."""
-    tiles = x[tokens.flatten()].view(*tokens.shape, *x.shape[1:]).transpose(1, 2)
-    return tiles.to(dtype, memory_format=torch.contiguous_format, copy=True).flatten(0, 1)
-
 # %% ../nbs/00_torch_backend.ipynb #eef322f1
 def run_steps(state: Tensor, maps: TileMaps, sizes: list[int]) -> Tensor:
     """The serial part: step by step through the tiles of `sizes[i]` (row, head) pairs each, `state` `[N*H, V, K]` in place.
@@ -270,7 +264,7 @@ def run_steps(state: Tensor, maps: TileMaps, sizes: list[int]) -> Tensor:
     return starts
 
 # %% ../nbs/00_torch_backend.ipynb #d83a07d3
-GROUP = 1 << 22  # numbers held at once for the tiles of a group: bounds the memory, keeps the work in cache
+GROUP = 3 << 20  # numbers held at once for the tiles of a group: bounds the memory, keeps the work in cache
 
 
 def step_groups(steps: list[int], per_tile: int) -> list[tuple[int, int]]:
@@ -284,38 +278,44 @@ def step_groups(steps: list[int], per_tile: int) -> list[tuple[int, int]]:
     return groups
 
 # %% ../nbs/00_torch_backend.ipynb #9ce8bfee
+def load_tiles(q, k, v, g, beta, at, pad, dtype, *, A_log, dt_bias, lower_bound) -> tuple[Tensor, ...]:
+    """q, k, v, log decay `[M*H, 16, D]` and beta `[M*H, 16, 1]` of M tiles; padding neither decays nor writes.
+
+    q, k, v, g `[T, H, D]`, beta `[T, H]`, contiguous; at `[M*H*16]`: token * H + head; pad `[M*H, 16, 1]`, or None.
+    """
+    H, D = q.shape[1:]
+    q, k, v, g = (x.view(-1, D).index_select(0, at).view(-1, TILE, D).to(dtype) for x in (q, k, v, g))
+    beta = beta.flatten().index_select(0, at).view(-1, TILE, 1).to(dtype).sigmoid_()
+    q, k = unit(q).mul_(D**-0.5), unit(k)
+    by_token = g.view(-1, H, TILE, D).transpose(1, 2)
+    log_a = log_decay(by_token, A_log, dt_bias, lower_bound).transpose(1, 2).reshape(g.shape)
+    if pad is not None:
+        k, log_a, beta = (x.masked_fill_(pad, 0) for x in (k, log_a, beta))
+    return q, k, v, log_a, beta
+
+# %% ../nbs/00_torch_backend.ipynb #01e72c12
 def prefill_tiles(q, k, v, g, beta, tiles: Tiles, *, A_log, dt_bias, lower_bound, state, out, saved) -> None:
     """Run all tiles: `state` `[N, H, V, K]` (rows in `tiles.rows` order) in place, out `[T, H, V]`, saved `[N, C, H, V, K]`."""
-    H, D, dtype, device = q.shape[1], q.shape[2], state.dtype, q.device
+    (_, H, D), device, heads = q.shape, q.device, torch.arange(q.shape[1])[:, None]
     gates = dict(A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound)
     for first, last in step_groups(tiles.steps, H * D * (3 * D + 10 * TILE)):
         lo, hi = tiles.steps[first], tiles.steps[last]
-        tokens, real = tiles.tokens[lo:hi].to(device), torch.arange(TILE) < tiles.sizes[lo:hi, None]
-        maps = tile_maps(*load_tiles(q, k, v, g, beta, tokens, real, dtype, **gates))
+        at = (tiles.tokens[lo:hi, None] * H + heads).flatten().to(device)
+        pad = (torch.arange(TILE) >= tiles.sizes[lo:hi, None]).repeat_interleave(H, 0)[..., None]
+        full = not bool(pad.any())
+        maps = tile_maps(*load_tiles(q, k, v, g, beta, at, None if full else pad.to(device), state.dtype, **gates))
         sizes = [H * (tiles.steps[i + 1] - tiles.steps[i]) for i in range(first, last)]
         starts = run_steps(state.flatten(0, 1), maps, sizes)
-        o = torch.baddbmm(maps.out0, maps.reads, starts.transpose(1, 2))
-        o = o.view(hi - lo, H, TILE, D).transpose(1, 2).flatten(0, 1)
-        where = real.flatten().nonzero().flatten().to(device)
-        out[tokens.flatten()[where]] = o[where].to(out.dtype)
+        o = torch.baddbmm(maps.out0, maps.reads, starts.transpose(1, 2)).view(-1, D).to(out.dtype)
+        if not full:
+            real = pad.logical_not().flatten().nonzero().flatten().to(device)
+            at, o = at[real], o[real]
+        out.view(-1, D).index_copy_(0, at, o)
         mine = ((tiles.exports >= lo) & (tiles.exports < hi)).nonzero().flatten()
         if len(mine):
             taken = starts.view(hi - lo, H, D, D)[(tiles.exports[mine] - lo).to(device)]
             targets, C = tiles.targets[mine].to(device), saved.shape[1]
             saved[targets // C, targets % C] = taken.to(saved.dtype)
-
-# %% ../nbs/00_torch_backend.ipynb #01e72c12
-def load_tiles(q, k, v, g, beta, tokens, real, dtype, *, A_log, dt_bias, lower_bound) -> tuple[Tensor, ...]:
-    """q, k, v, log decay `[M * H, 16, D]` and beta `[M * H, 16, 1]` of tiles; padding neither decays nor writes."""
-    H, D = q.shape[1:]
-    q, k, v, g, beta = (gather_tiles(x, tokens, dtype) for x in (q, k, v, g, beta[..., None]))
-    q, k, beta = unit(q).mul_(D**-0.5), unit(k), beta.sigmoid_()
-    by_head = g.view(-1, H, TILE, D).transpose(1, 2)
-    log_a = log_decay(by_head, A_log, dt_bias, lower_bound).transpose(1, 2).reshape(g.shape)
-    if not bool(real.all()):
-        pad = ~real.to(q.device)[:, None, :, None].expand(-1, H, -1, -1).reshape(-1, TILE, 1)
-        k, log_a, beta = k.masked_fill(pad, 0), log_a.masked_fill(pad, 0), beta.masked_fill(pad, 0)
-    return q, k, v, log_a, beta
 
 # %% ../nbs/00_torch_backend.ipynb #47488c93
 def conv_windows(x, initial_windows, cu_seqlens, offsets, width: int) -> Tensor:
@@ -468,13 +468,14 @@ class TorchBackend(Backend):
         tiles = cut_tiles(cu, offsets)
         dtype, rows = torch.promote_types(q.dtype, torch.float32), tiles.rows.to(q.device)
         state = q.new_zeros(N, H, D, D, dtype=dtype) if initial_state is None else initial_state[rows].to(dtype)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+        target = out if out is not None and out.is_contiguous() else q.new_empty(q.shape)
         saved = checkpoint_state
         if saved is None and offsets is not None:
             saved = q.new_zeros(*offsets.shape, H, D, D, dtype=dtype)
         grid = saved[:, None] if saved is not None and offsets.dim() == 1 else saved  # [N, C, H, V, K]
-        *packed, flat_out = (x[0] if q.dim() == 4 else x for x in (q, k, v, g, beta, out))
-        prefill_tiles(*packed, tiles, **gates, state=state, out=flat_out, saved=grid)
+        *packed, o = ((x[0] if q.dim() == 4 else x).contiguous() for x in (q, k, v, g, beta, target))
+        prefill_tiles(*packed, tiles, **gates, state=state, out=o, saved=grid)
+        out = target if out is None or out is target else out.copy_(target)
         final_state = torch.empty_like(state) if final_state is None else final_state
         final_state[rows] = state.to(final_state.dtype)
         return KDAResult(out, final_state, saved)

@@ -31,7 +31,7 @@ def log_decay(g: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | No
 # %% ../nbs/00_kda.ipynb #25fabbba
 def unit(x: Tensor) -> Tensor:
     """x `[..., D]` scaled to length one over its last axis: x / sqrt(sum x^2 + 1e-6)."""
-    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    return x * (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() + 1e-6).rsqrt()
 
 # %% ../nbs/00_kda.ipynb #5d14b92d
 class KDAOutput(NamedTuple):
@@ -200,18 +200,16 @@ def cut_tiles(cu_seqlens: Tensor, offsets: Tensor | None = None) -> Tiles:
 def age_keys(q: Tensor, k: Tensor, decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scores inside tiles, all tiles at once: the keys age token by token, every factor is a decay <= 1.
 
-    q, k, decay `[B, 16, K]`. Gives kk `[B, 16, 16]` (strictly lower: <k_t, k_j aged from j to t>), qk (lower, likewise
-    with q_t), and aged `[B, 16, K]`: every key aged to the end of its tile.
+    q, k, decay `[B, 16, K]`. Gives kk and qk `[B, 16, 16]`, lower triangular: <k_t, k_j> and <q_t, k_j> with k_j aged
+    from token j to token t; and aged `[B, 16, K]`: every key aged to the end of its tile.
     """
-    kk, qk = (q.new_zeros(len(q), TILE, TILE) for _ in range(2))
-    aged, pair = torch.empty_like(k), torch.stack([k, q], dim=3)  # pair [B, 16, K, 2]
+    pair, aged = torch.stack([k, q], dim=2), torch.empty_like(k)
+    scores = q.new_zeros(len(q), TILE, 2, TILE)
     for t in range(TILE):
         aged[:, :t] *= decay[:, t : t + 1]
         aged[:, t] = k[:, t]
-        scores = torch.bmm(aged[:, : t + 1], pair[:, t])
-        kk[:, t, :t] = scores[:, :t, 0]
-        qk[:, t, : t + 1] = scores[:, :, 1]
-    return kk, qk, aged
+        scores[:, t, :, : t + 1] = torch.bmm(pair[:, t], aged[:, : t + 1].transpose(1, 2))
+    return scores[:, :, 0], scores[:, :, 1], aged
 
 # %% ../nbs/00_kda.ipynb #fc37e4b4
 class TileMaps(NamedTuple):
@@ -229,15 +227,17 @@ class TileMaps(NamedTuple):
 
 def tile_maps(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor, beta: Tensor) -> TileMaps:
     """Turn tiles `[B, 16, D]` (beta `[B, 16, 1]`) into maps of their incoming state, all at once."""
-    G = log_a.cumsum(1)
-    since = G.exp()  # decay from the tile's start up to each token
+    G, V = log_a.cumsum(1), v.shape[2]
+    since, end = G.exp(), G[:, -1:]  # decay from the tile's start to each token; its logarithm at the end
     kk, qk, aged = age_keys(q, k, log_a.exp())
-    both = beta * torch.cat([v, k * since], dim=2)
-    both = torch.linalg.solve_triangular(beta * kk, both, upper=False, unitriangular=True)  # [u0 | w]
-    V, end = v.shape[2], G[:, -1:]
-    new = torch.bmm(both.transpose(1, 2), aged)  # [V + K, K]
-    change = new[:, V:].neg()
-    kept = (end > -0.5).to(end.dtype)  # slow channels carry the change alone, so that rounding 1 - x doesn't add up
-    change.diagonal(dim1=1, dim2=2).add_(torch.where(end > -0.5, end.expm1(), end.exp())[:, 0])
-    mine = torch.bmm(qk, both)
-    return TileMaps(mine[:, :, :V], q * since - mine[:, :, V:], kept, change, new[:, :V])
+    rhs = v.new_empty(*v.shape[:2], V + k.shape[2])
+    torch.mul(v, beta, out=rhs[:, :, :V])
+    torch.mul(k, since, out=rhs[:, :, V:]).mul_(-beta)
+    eye = torch.eye(TILE, dtype=v.dtype, device=v.device).expand(len(v), -1, -1)
+    inverse = torch.linalg.solve_triangular(kk * beta, eye, upper=False, unitriangular=True)
+    both = torch.bmm(inverse, rhs)  # [u0 | -w]
+    written = torch.bmm(both.transpose(1, 2), aged)  # [V + K, K]
+    change, slow = written[:, V:], end > -0.5
+    change.diagonal(dim1=1, dim2=2).add_(torch.where(slow, end.expm1(), end.exp())[:, 0])
+    read = torch.bmm(qk, both)
+    return TileMaps(read[:, :, :V], read[:, :, V:].addcmul_(q, since), slow.to(v.dtype), change, written[:, :V])
