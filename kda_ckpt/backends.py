@@ -406,30 +406,7 @@ def check_conv_args(x, weight, cu_seqlens, initial_windows) -> None:
     if initial_windows is not None:
         _check_tensor("initial_windows", initial_windows, ((N, C, W - 1),), x.device)
 
-
-def check_slots(
-    name: str, slots: Tensor, shape: tuple[int, ...], count: int, device: torch.device, lowest: int = 0
-) -> None:
-    """Cache slots: integers of that shape; where the host knows them, in lowest..count-1."""
-    _check_tensor(name, slots, (shape,), device, _INTS)
-    if slots.device.type == "cpu" and slots.numel():
-        low, high = int(slots.min()), int(slots.max())
-        _require(lowest <= low and high < count, name, f"{low}..{high}", f"{lowest}..{count - 1}, slots of the caches")
-
 # %% ../nbs/00_torch_backend.ipynb #3a79a5f1
-def check_conv_args(x, weight, cu_seqlens, initial_windows) -> None:
-    """x `[T, C]`, weight `[C, W]` with W >= 2, initial_windows `[N, C, W-1]` or None, cu_seqlens `[N+1]`: else ValueError."""
-    for name, each, form in (("x", x, "(T, C)"), ("weight", weight, "(C, W)")):
-        _require(isinstance(each, Tensor), name, f"a {type(each).__name__}", "a tensor")
-        _require(each.dim() == 2, f"{name}'s shape", tuple(each.shape), form)
-    C, W = weight.shape
-    _check_tensor("x", x, ((x.shape[0], C),), weight.device)
-    _require(W >= 2, "weight's shape", (C, W), "(C, W) with W >= 2")
-    N = check_cu_seqlens(cu_seqlens, x.shape[0], x.device)
-    if initial_windows is not None:
-        _check_tensor("initial_windows", initial_windows, ((N, C, W - 1),), x.device)
-
-
 def check_slots(
     name: str, slots: Tensor, shape: tuple[int, ...], count: int, device: torch.device, lowest: int = 0
 ) -> None:
@@ -472,7 +449,7 @@ def check_store_args(
     if initial_windows is not None:
         _check_tensor("initial_windows", initial_windows, ((N, *conv_cache.shape[1:]),), x.device)
 
-
+# %% ../nbs/00_torch_backend.ipynb #ec8800cb
 def check_decode_args(
     x, g, beta, *, weight, A_log, dt_bias, lower_bound, conv_cache, state_cache, load_slots, store_slots
 ):

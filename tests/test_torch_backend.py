@@ -320,6 +320,32 @@ def test_decode_from_the_null_slot_starts_from_zero():
         assert torch.equal(conv[slot], window[0])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_same_on_a_gpu():
+    lens, offsets = [70, 0, 33, 1], torch.tensor([[41, 16], [0, 0], [32, 5], [0, 0]], dtype=torch.int32)
+    x = random_inputs(lens, 2, 8) | dict(checkpoint_offsets=offsets)
+    here = {name: y.cuda() if isinstance(y, torch.Tensor) else y for name, y in x.items()}
+    assert_close(BACKEND.prefill(**here), kda_recurrent(**x))
+    (conv, state), weight, inputs = caches(6), torch.randn(48, 4), torch.randn(sum(lens), 48)
+    slots, cu = torch.tensor([[1, 2], [0, 0], [0, 3], [0, 0]]), packed(lens)
+    results = []
+    for device in ("cpu", "cuda"):
+        d = lambda y: y.to(device)  # noqa: B023, E731
+        caches_there = dict(conv_cache=d(conv.clone()), state_cache=d(state.clone()))
+        y, window = BACKEND.conv_prefill(d(inputs), d(weight), cu_seqlens=d(cu))
+        BACKEND.store_cache_checkpoints(
+            **caches_there, x=d(inputs), initial_windows=None, cu_seqlens=d(cu), checkpoint_offsets=d(offsets),
+            checkpoint_state=d(torch.ones(4, 2, 2, 8, 8)), state_indices=d(slots),
+        )  # fmt: skip
+        out = BACKEND.decode(
+            d(inputs[:2]), d(x["g"][:2]), d(x["beta"][:2]), weight=d(weight), A_log=d(x["A_log"]), dt_bias=d(x["dt_bias"]),
+            lower_bound=-5.0, **caches_there, load_slots=d(torch.tensor([0, 4])), store_slots=d(torch.tensor([5, 4])),
+        )  # fmt: skip
+        results.append([y, window, out, *caches_there.values()])
+    assert all(relative_error(b, a) < 1e-5 for a, b in zip(*results))
+
+
 # -- the registry and bad arguments -----------------------------------------------------------------------------------
 
 

@@ -84,9 +84,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     result = measure(2048, 4, 64, args.repeats) | dict(dtype="float32")
-    result["lengths"] = [
-        measure(tokens, 4, 32, max(args.repeats // 3, 1)) for tokens in (16, 64, 256, 1024, 4096)
-    ]
+    result["lengths"] = [measure(tokens, 4, 32, max(args.repeats // 3, 1)) for tokens in (16, 64, 256, 1024, 4096)]
     result |= dict(cpu=cpu_name(), threads=torch.get_num_threads(), torch=torch.__version__, commit=commit())
     result["date"] = datetime.date.today().isoformat()
     print(json.dumps(result))
