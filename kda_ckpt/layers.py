@@ -23,6 +23,7 @@ from kda_ckpt.fused import (
     context_latents,
     fits_tiles,
     gated_rms_norm,
+    grouped_triton,
     latent_attention,
     paged_attention,
     read_states,
@@ -31,6 +32,7 @@ from kda_ckpt.fused import (
     sort_by_expert,
     store_latents,
     swiglu,
+    takes_grouped,
     uses_kernels,
     write_states,
 )
@@ -420,7 +422,7 @@ def decode_attention(
     weights = (scores * scale).masked_fill(beyond[:, None], -torch.inf).softmax(-1)
     return weights.to(q.dtype) @ latents[..., :rank]
 
-# %% ../nbs/07_hybrid_layers.ipynb #8c94237f
+# %% ../nbs/07_hybrid_layers.ipynb #4371e58e
 def prefill_starts(meta: AttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
     """int32 [N + 1] starts of the prefill rows among the prefill queries, and among their keys; kept for the next layer."""
     if "prefill_starts" not in vars(meta):
@@ -514,8 +516,17 @@ def route(
     return choose_experts(matmul_float32(x, router.T), bias, top_k, scaling)
 
 # %% ../nbs/07_hybrid_layers.ipynb #6ef47518
-def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Rows x [M, K], sorted by group, times each group's weight [E, N, K] → [M, N]; group e ends before row ends[e] (int32)."""
+def grouped_matmul(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Rows x [M, K], sorted by group, times each group's weight [E, N, K] → [M, N]; group e ends before row ends[e] (int32).
+
+    scale: float32 [M]; with it weight is [E, 2·N, K], and the result is its SwiGLU times each row's scale
+    """
+    if takes_grouped(x):
+        return grouped_triton(x, weight, ends, scale)
+    if scale is not None:
+        return swiglu(grouped_matmul(x, weight, ends), scale)
     if x.is_cuda and x.dtype == torch.bfloat16:
         return torch._grouped_mm(x, weight.mT, offs=ends)
     out = x.new_empty(len(x), weight.shape[1])
@@ -542,7 +553,7 @@ def expert_mlp(
     """
     places, ends = sort_by_expert(experts, len(gate_up))
     rows, scale = scatter_rows(x, weights, places)
-    hidden = swiglu(grouped_matmul(rows, gate_up, ends), scale)
+    hidden = grouped_matmul(rows, gate_up, ends, scale)
     return combine_rows(grouped_matmul(hidden, down, ends), places, shared, residual)
 
 # %% ../nbs/07_hybrid_layers.ipynb #8eef108c

@@ -90,6 +90,23 @@ def test_there_and_back(tokens, width, dtype):
         assert difference(out, fused.combine_rows(rows64, places, *[cpu for _, cpu in extra[:n]])) < LIMITS[dtype]
 
 
+@pytest.mark.parametrize("tokens", [1, 30, 320, 2000, 5000])
+@pytest.mark.parametrize("hidden, width", [(256, 192), (72, 40)])
+def test_grouped(tokens, hidden, width):
+    weight, down = (rand(32, *shape, dtype=torch.bfloat16)[0] for shape in ((2 * width, hidden), (hidden, width)))
+    (x, _), scale = rand(tokens * 4, hidden, dtype=torch.bfloat16), torch.rand(tokens * 4, device="cuda")
+    chosen = torch.rand(tokens, 32, device="cuda").topk(4).indices
+    chosen[chosen == 7] = 8  # one group is empty, one has twice its share
+    ends = torch.bincount(chosen.flatten(), minlength=32).cumsum(0).int()
+    groups = [rows.double() for rows in x.tensor_split(ends.cpu().long()[:-1])]
+    expected = torch.cat([rows @ w.double().T for rows, w in zip(groups, weight)])
+    out = no_sync(fused.grouped_triton, x, weight, ends, scale)
+    assert difference(out, fused.swiglu(expected.cpu(), scale.cpu().double())) < 6e-3
+    groups = [rows.double() for rows in out.tensor_split(ends.cpu().long()[:-1])]
+    expected = torch.cat([rows @ w.double().T for rows, w in zip(groups, down)])
+    assert difference(no_sync(fused.grouped_triton, out, down, ends), expected) < 6e-3
+
+
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_states(dtype):
     pages = torch.zeros(9, 3000, device="cuda")  # strided slots, as the engine's lanes have them
