@@ -33,7 +33,7 @@ class KDAResult(NamedTuple):
 
 # %% ../nbs/00_torch_backend.ipynb #8842b566
 class Backend:
-    """One way to run Kimi Delta Attention: a name, the alignment of its checkpoints, and five methods.
+    """One way to run Kimi Delta Attention: what it can (`available`, `supports`), and four methods.
 
     Shapes: T packed tokens, N rows, H heads, D = K = V head dim, C = 3*H*D channels ordered [q | k | v], W the
     convolution's width. States are `[N, H, V, K]`, V first.
