@@ -9,7 +9,8 @@ import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from time import process_time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from .spec import MambaSpec, MLAAttentionSpec
 # %% auto #0
 __all__ = ['WINDOW', 'BLANK_WINDOW', 'ExactDigest', 'WordDigest', 'Violation', 'Claim', 'host_metadata', 'as_list', 'World',
            'StepConfig', 'step_config', 'ShadowEngine', 'Count', 'explore', 'check_progress', 'small_worlds',
-           'small_systems', 'small_prompts']
+           'small_systems', 'small_prompts', 'Traffic', 'random_world']
 
 # %% ../nbs/12_proof.ipynb #9794ad3e
 WINDOW = 3  # inputs that the convolution of width 4 remembers
@@ -112,7 +113,7 @@ class Violation(AssertionError):
 
     def __init__(self, invariant: str, message: str) -> None:
         super().__init__(f"{invariant}: {message}")
-        self.invariant = invariant
+        self.invariant, self.message = invariant, message
 
 
 class Claim(NamedTuple):
@@ -126,7 +127,7 @@ class Claim(NamedTuple):
 
 @contextmanager
 def host_metadata() -> Iterator[None]:
-    """Let the metadata builders return plain host lists instead of tensors: the same code, a third of the time."""
+    """Let the metadata builders return plain host lists instead of tensors: the same code in half the time."""
     to_device, metadata_module.to_device = metadata_module.to_device, lambda values, dtype, device: values
     try:
         yield
@@ -221,7 +222,10 @@ class ShadowEngine:
         self.truths: dict[str, Any] = {}
         self.claims: dict[bytes, Claim] = {}
         self.touched: set[int] = set()
-        self.num_steps = self.num_checkpoints = 0
+        self.num_steps = self.num_checkpoints = self.num_copies = 0
+        self.finished: list[Request] = []
+        self.seconds = 0.0  # of processor time, in the code under test
+        self.recheck = True
         self._pool_take, self.pool.take = self.pool.take, self._take
         self._pool_cache, self.pool.cache = self.pool.cache, self._cache
 
@@ -289,7 +293,9 @@ class ShadowEngine:
             self.configs[budget] = step_config(self.world, budget)
         self.scheduler.config = self.configs[budget]
         self.touched.clear()
+        began = process_time()
         output = self.scheduler.schedule()
+        self.seconds += process_time() - began
         for chunk in output.chunks:
             self.register_claims(chunk.request)
         self.num_steps += 1
@@ -305,7 +311,9 @@ class ShadowEngine:
             self.check_blocks(self.touched)
             self.check_cacheability(output.chunks)
             sampled = {c.request.request_id: sample(c.request) if sample else 0 for c in output.chunks if c.samples}
-            self.scheduler.finish_step(output, sampled)
+            began = process_time()
+            self.finished = self.scheduler.finish_step(output, sampled)
+            self.seconds += process_time() - began
         return output
 
     def forward(self, chunks: list[ScheduledChunk], copies: list[BlockCopy], fails: bool = False) -> None:
@@ -313,8 +321,10 @@ class ShadowEngine:
         rows = [Row(chunk.start, chunk.end) for chunk in chunks]
         tables = [self.manager.rows(chunk.request.request_id) for chunk in chunks]
         attention_tables, mamba_tables = [table[0] for table in tables], [table[1] for table in tables]
+        began = process_time()
         kda = self.kda_builder.build(rows, mamba_tables)
         attention = self.attention_builder.build(rows, attention_tables)
+        self.seconds += process_time() - began
         self.run_copies(copies)
         exports = self.read_exports(kda, rows, mamba_tables)
         loads, stores = as_list(kda.load_slots), as_list(kda.store_slots)
@@ -336,6 +346,7 @@ class ShadowEngine:
     def run_copies(self, copies: list[BlockCopy]) -> None:
         """Copy pages, in the order in which they were queued; any order must do."""
         sources, targets = {copy.source for copy in copies}, [copy.target for copy in copies]
+        self.num_copies += len(copies)
         if sources & set(targets) or len(set(targets)) != len(targets):
             raise Violation("I9", f"the result of {copies} depends on their order")
         for group, source, target in copies:
@@ -415,9 +426,13 @@ class ShadowEngine:
     # the checks
 
     def check_context(self, chunk: ScheduledChunk, table: Sequence[int], truth: Any) -> None:
-        """I1 for a reader: the entries that a row attends to are those of its own prefix."""
-        size = self.world.attention_block_size
-        for column, start in enumerate(range(0, chunk.end, size)):
+        """I1 for a reader: the entries that a row attends to are those of its own prefix.
+
+        With `recheck` off, blocks that the request has read in an earlier step are passed over: I4 keeps others from them.
+        """
+        size, request = self.world.attention_block_size, chunk.request
+        first = 0 if self.recheck or chunk.start <= request.num_cached_tokens else chunk.start // size
+        for column, start in enumerate(range(first * size, chunk.end, size), first):
             stop = min(start + size, chunk.end)
             slot = int(table[column]) * size
             if self.digest.fold(self.entries[slot : slot + stop - start]) != self.digest.fold(
@@ -624,11 +639,17 @@ class Count:
 
 
 def explore(
-    world: World, prompts: Sequence[Sequence[int]], max_tokens: int = 1, *, failures: int = 0, make=ShadowEngine
+    world: World,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int = 1,
+    *,
+    failures: int = 0,
+    make=ShadowEngine,
+    at_end=None,
 ) -> Count:
     """Everything that can happen when the prompts arrive in this order: any step budget, any arrival between any steps.
 
-    failures: so many steps may also fail; make: builds the engine of a world
+    failures: so many steps may also fail; make: builds the engine of a world; at_end: called with it wherever all is done
     Raises `Violation` with the history that leads to it.
     """
     shadow = make(world)
@@ -665,8 +686,11 @@ def explore(
                 elif fresh:
                     finished += 1
                     shadow.check_pool()
+                    if at_end:
+                        at_end(shadow)
             except Exception as error:
-                where = f"{error}; {world}, prompts {list(prompts)}, history {[*history, (kind, value)]}"
+                what = getattr(error, "message", error)
+                where = f"{what}; {world}, prompts {list(prompts)}, history {[*history, (kind, value)]}"
                 raise Violation(getattr(error, "invariant", type(error).__name__), where) from error
     check_progress(whole)
     return Count(1, len(seen), steps, finished)
@@ -722,3 +746,100 @@ def small_prompts(total: int, longest: int = 12) -> Iterator[tuple[tuple[tuple[i
             second = both - first
             for common in range(second + 1):
                 yield ((0,) * first, (0,) * common + (1,) * (second - common)), max_tokens
+
+# %% ../nbs/12_proof.ipynb #8dbde4dc
+class Traffic:
+    """Random life: requests that come, share prefixes, change their tails, are aborted; steps that succeed or fail.
+
+    Every method takes plain integers and makes something sensible of any of them, so that a seeded generator and
+    Hypothesis can both drive it.
+    """
+
+    def __init__(self, world: World, seed: int = 0, most: int = 6, make=ShadowEngine) -> None:
+        self.shadow, self.world, self.most = make(world), world, most
+        self.rng = random.Random(seed)
+        self.past: list[list[int]] = [[0]]
+        self.names = 0
+        self.actions = self.preemptions = 0
+
+    def send(self, tokens: Sequence[int], max_tokens: int) -> None:
+        """A request with these tokens, cut to what the world can hold."""
+        if len(self.shadow.scheduler.requests) < self.most:
+            tokens = list(tokens[: self.world.max_model_len - max_tokens])
+            self.past = [*self.past[-20:], self.shadow.add(f"r{self.names}", tokens, max_tokens).token_ids]
+            self.names += 1
+
+    def send_new(self, length: int, max_tokens: int) -> None:
+        self.send([self.rng.randrange(3) for _ in range(length)], max_tokens)
+
+    def resend(self, which: int, keep: int, new: int, max_tokens: int) -> None:
+        """A prefix of an earlier sequence, its output included, with a new tail: a junction, or the same again."""
+        old = self.past[which % len(self.past)]
+        tokens = old[: 1 + keep % len(old)] + [self.rng.randrange(3) for _ in range(new)]
+        self.send(tokens, max_tokens)
+
+    def twins(self, which: int, count: int, max_tokens: int) -> None:
+        """Identical requests, which can meet in one step."""
+        for _ in range(count):
+            self.send(self.past[which % len(self.past)], max_tokens)
+
+    def step(self, budget: int, fails: bool = False) -> None:
+        if self.shadow.scheduler.requests:
+            budget = 1 + budget % self.world.step_tokens
+            output = self.shadow.step(budget, fails=fails, sample=lambda request: self.rng.randrange(3))
+            self.preemptions += len(output.preempted)
+            self.actions += 1
+            if self.actions % 16 == 0:
+                self.shadow.check_pool()
+            for request in self.shadow.finished:
+                self.shadow.truths.pop(request.request_id, None)
+
+    def abort(self, which: int) -> None:
+        names = list(self.shadow.scheduler.requests)
+        if names:
+            self.shadow.scheduler.abort(names[which % len(names)])
+            self.shadow.check_pool()
+
+    def drain(self, most: int = 10_000) -> None:
+        """I8: with the whole budget, everything that is under way comes to its end."""
+        while self.shadow.scheduler.requests:
+            output = self.shadow.step(sample=lambda request: self.rng.randrange(3))
+            most -= 1
+            if not output.chunks or not most:
+                raise Violation("I8", "a step with the whole budget runs nothing" if most else "this never ends")
+        self.shadow.check_pool()
+
+    def burst(self, count: int) -> None:
+        """`count` actions by the traffic's own generator."""
+        draw = self.rng.randrange
+        for _ in range(count):
+            kind = draw(32)
+            if kind < 20:
+                self.step(self.world.step_tokens - 1 if draw(2) else draw(1 << 16))
+            elif kind < 24:
+                self.send_new(1 + draw(self.world.max_model_len), 1 + draw(4))
+            elif kind < 28:
+                self.resend(draw(1 << 16), draw(1 << 16), draw(4), 1 + draw(4))
+            elif kind < 29:
+                self.twins(draw(1 << 16), 2, 1 + draw(3))
+            elif kind < 30:
+                self.abort(draw(1 << 16))
+            elif kind < 31:
+                self.step(draw(1 << 16), fails=True)
+            elif not draw(8):
+                self.drain()
+
+
+def random_world(rng: random.Random) -> World:
+    """A world for traffic: any block sizes, alignment, switches and limits; a pool from the smallest possible up."""
+    size = rng.choice((1, 2, 3, 4, 4, 6, 8, 16))
+    step = rng.choice([d for d in range(1, size + 1) if size % d == 0])
+    partial = step < size and rng.random() < 0.5
+    attention = step if partial else rng.choice([a for a in range(step, size + 1, step) if size % a == 0])
+    length = rng.randrange(size + 4, 4 * size + 12)
+    world = World(
+        size, step, attention, rng.choice((1, 1, 2, 3, 4)), rng.random() < 0.75, partial,
+        step_tokens=rng.choice((rng.randrange(1, 2 * size + 2), 2 * length, 4 * length)),
+        max_num_seqs=rng.randrange(1, 7), max_model_len=length,
+    )  # fmt: skip
+    return replace(world, num_blocks=world.smallest_pool(length) + rng.choice((0, 0, 1, 2, 4, 8, 16, 64)))

@@ -92,7 +92,9 @@ def originals_rules_above_alignment_one(patch):
     patch.setattr(
         scheduler_module, "mamba_block_aligned_split", lambda spec, **at: mamba_block_aligned_split(naive(spec), **at)
     )
-    patch.setattr(MambaManager, "_needs_internal_checkpoint", lambda m, start, end: naive(m.spec).plan_checkpoint(start, end))
+    patch.setattr(
+        MambaManager, "_needs_internal_checkpoint", lambda m, start, end: naive(m.spec).plan_checkpoint(start, end)
+    )
 
 
 @mutant("I5")
