@@ -203,8 +203,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.requests: dict[str, Request] = {}
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises `ValueError`, and changes nothing, when it is known already or could never run."""
+    def check(self, request: Request) -> None:
+        """Raise `ValueError` when the request is known already or could never run."""
         if request.request_id in self.requests:
             raise ValueError(f"request_id is {request.request_id!r}; a request of that name is not finished yet")
         length = request.num_prompt_tokens + request.max_tokens
@@ -219,6 +219,10 @@ class Scheduler:
                 f"prompt has {request.num_prompt_tokens} tokens and max_tokens is {request.max_tokens}; they may need {needed} "
                 f"blocks at once and the cache has {usable}"
             )
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises `ValueError`, and changes nothing, when it is known already or could never run."""
+        self.check(request)
         self.requests[request.request_id] = request
         self.waiting.append(request)
 
