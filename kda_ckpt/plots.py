@@ -29,7 +29,8 @@ COLORS = {
 }
 
 # %% auto #0
-__all__ = ['COLORS', 'new_figure', 'draw_row', 'draw_explanation']
+__all__ = ['COLORS', 'new_figure', 'draw_row', 'draw_explanation', 'point_labels', 'draw_bars', 'draw_changes', 'draw_resend',
+           'draw_ttft', 'draw_cost']
 
 # %% ../nbs/09_plots.ipynb #51870272
 def new_figure(rows: int, columns: int, width: float, height: float, **kwargs: Any) -> tuple[Figure, list[Axes]]:
@@ -83,4 +84,100 @@ def draw_explanation(explanation: Explanation, max_steps: int = 12) -> Figure:
     every = max(1, -(-columns // 12))
     axes[-1].set_xticks(range(0, columns * size + 1, every * size))
     axes[-1].set_xlabel("token position; green: a state to start from, orange: the running state, ∅: the null block")
+    return figure
+
+# %% ../nbs/09_plots.ipynb #8e9e1272
+def point_labels(points: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
+    """What the points of a result differ in, and a label for each."""
+    if len({point["prompt_len"] for point in points}) == 1:
+        return f"concurrency (prompts of {points[0]['prompt_len']} tokens)", [str(p["concurrency"]) for p in points]
+    if len({point["concurrency"] for point in points}) == 1:
+        return f"prompt tokens (concurrency {points[0]['concurrency']})", [str(p["prompt_len"]) for p in points]
+    return "prompt tokens x concurrency", [f"{point['prompt_len']}x{point['concurrency']}" for point in points]
+
+
+def draw_bars(ax: Axes, points: Sequence[Mapping[str, Any]], metric: str = "ttft_mean") -> None:
+    """A pair of bars a point, in seconds, with a dot for every repeat."""
+    for shift, way in ((-0.2, "split"), (0.2, "internal")):
+        runs = [[run[metric] for run in point["ways"][way]["runs"]] for point in points]
+        means = [sum(values) / len(values) for values in runs]
+        ax.bar([i + shift for i in range(len(points))], means, 0.36, color=COLORS[way], label=way)
+        for i, values in enumerate(runs):
+            ax.plot([i + shift] * len(values), values, ".", color=COLORS["ink"], ms=3)
+    ax.set(ylim=(0, None), ylabel="seconds", title="mean TTFT")
+    ax.legend(fontsize=8, frameon=False)
+
+
+def draw_changes(ax: Axes, points: Sequence[Mapping[str, Any]], metric: str = "ttft_mean") -> None:
+    """Change from split to internal in per cent with its interval, and what the replay predicts."""
+    changes = [point["changes"][metric] for point in points]
+    ax.axhline(0, color=COLORS["quiet"], lw=0.8)
+    for i, change in enumerate(changes):
+        ax.plot([i, i], [change["low"], change["high"]], color=COLORS["internal"], lw=2.5, solid_capstyle="butt")
+        ax.annotate(
+            f"{change['percent']:+.1f} %", (i, change["percent"]), (7, -3), textcoords="offset points", fontsize=8
+        )
+    measured = [change["percent"] for change in changes]
+    ax.plot(
+        range(len(points)), measured, "o", color=COLORS["internal"], ms=5, label=f"measured ({changes[0]['interval']})"
+    )
+    if all(metric in point.get("predicted", {}) for point in points):
+        predicted = [point["predicted"][metric] for point in points]
+        ax.plot(range(len(points)), predicted, "x", color=COLORS["running"], ms=7, mew=2, label="predicted")
+    ax.set(ylabel="per cent", title="change of the mean TTFT", xlim=(-0.5, len(points) - 0.2))
+    ax.legend(fontsize=8, frameon=False)
+
+
+def draw_resend(ax: Axes, points: Sequence[Mapping[str, Any]]) -> None:
+    """Mean TTFT of a first send and of a resend with a new tail, with internal checkpoints."""
+    for shift, color, label, ways in (
+        (-0.2, COLORS["internal"], "first send", [point["ways"] for point in points]),
+        (0.2, COLORS["state"], "resend, on the hit", [point["resend"]["ways"] for point in points]),
+    ):
+        means = [way["internal"]["ttft"]["mean"] for way in ways]
+        ax.bar([i + shift for i in range(len(points))], means, 0.36, color=color, label=label)
+    for i, point in enumerate(points):
+        hit = point["resend"]["ways"]["internal"]
+        label = f"{hit['cached_tokens']:.0f} cached"
+        ax.annotate(label, (i + 0.2, hit["ttft"]["mean"]), (0, 2), textcoords="offset points", fontsize=7, ha="center")
+    ax.set(ylim=(0, None), ylabel="seconds", title="resend with a new tail (internal)")
+    ax.legend(fontsize=8, frameon=False)
+
+# %% ../nbs/09_plots.ipynb #935ef871
+def draw_ttft(result: Mapping[str, Any]) -> Figure:
+    """A result at a glance: TTFT both ways, its change measured and predicted, and the resend. result: as in ttft.json."""
+    points = result["points"]
+    resent = all(point["resend"] for point in points)
+    figure, axes = new_figure(1, 3 if resent else 2, 9 if resent else 6.5, 3.1)
+    draw_bars(axes[0], points)
+    draw_changes(axes[1], points)
+    if resent:
+        draw_resend(axes[2], points)
+    what, labels = point_labels(points)
+    for ax in axes:
+        ax.set_xticks(range(len(points)), labels)
+        ax.set_xlabel(what)
+    config, machine, engine = result["config"], result["machine"], result["engine"]
+    model = config["config"] or config["preset"]
+    figure.suptitle(
+        f"{model}, {engine['backend']} backend, {engine['dtype']}, {machine['gpu'] or machine['cpu']}; "
+        f"block size {config['block_size']}, budget {config['budget']}",
+        fontsize=8.5,
+        color=COLORS["quiet"],
+    )
+    return figure
+
+# %% ../nbs/09_plots.ipynb #81e3c22a
+def draw_cost(result: Mapping[str, Any]) -> Figure:
+    """Median time of a forward against its tokens, and the fitted line. result: as in ttft.json."""
+    cost = result["cost"]
+    tokens, seconds, _ = zip(*cost["forwards"])
+    figure, [ax] = new_figure(1, 1, 5, 2.6)
+    line = [0, max(tokens)]
+    fitted = [1e3 * (cost["fixed"] + cost["per_token"] * n) for n in line]
+    ax.plot(line, fitted, color=COLORS["running"], lw=1.5)
+    ax.plot(tokens, [1e3 * s for s in seconds], "o", color=COLORS["internal"], ms=5)
+    ax.set(xlabel="tokens of the forward", ylabel="milliseconds", ylim=(0, None))
+    text = f"{1e3 * cost['fixed']:.1f} ms + {1e6 * cost['per_token']:.1f} µs a token"
+    ax.set_title(f"a forward: {text}", loc="left")
     return figure
