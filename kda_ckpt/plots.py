@@ -29,8 +29,8 @@ COLORS = {
 }
 
 # %% auto #0
-__all__ = ['COLORS', 'new_figure', 'draw_row', 'draw_explanation', 'point_labels', 'draw_bars', 'draw_changes', 'draw_resend',
-           'draw_ttft', 'draw_cost']
+__all__ = ['COLORS', 'new_figure', 'draw_row', 'draw_explanation', 'point_labels', 'finish', 'draw_bars', 'draw_changes',
+           'draw_resend', 'draw_ttft', 'draw_cost']
 
 # %% ../nbs/09_plots.ipynb #51870272
 def new_figure(rows: int, columns: int, width: float, height: float, **kwargs: Any) -> tuple[Figure, list[Axes]]:
@@ -96,6 +96,15 @@ def point_labels(points: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
     return "prompt tokens x concurrency", [f"{point['prompt_len']}x{point['concurrency']}" for point in points]
 
 
+def finish(ax: Axes, title: str) -> None:
+    """A title, and below it, outside of the data, the legend in one line."""
+    ax.set_title(title, loc="left", fontsize=9, pad=18)
+    ax.legend(
+        fontsize=7.5, frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(-0.03, 0.98), borderpad=0.2,
+        handlelength=1.2, columnspacing=1.0,
+    )  # fmt: skip
+
+
 def draw_bars(ax: Axes, points: Sequence[Mapping[str, Any]], metric: str = "ttft_mean") -> None:
     """A pair of bars a point, in seconds, with a dot for every repeat."""
     for shift, way in ((-0.2, "split"), (0.2, "internal")):
@@ -104,8 +113,8 @@ def draw_bars(ax: Axes, points: Sequence[Mapping[str, Any]], metric: str = "ttft
         ax.bar([i + shift for i in range(len(points))], means, 0.36, color=COLORS[way], label=way)
         for i, values in enumerate(runs):
             ax.plot([i + shift] * len(values), values, ".", color=COLORS["ink"], ms=3)
-    ax.set(ylim=(0, None), ylabel="seconds", title="mean TTFT")
-    ax.legend(fontsize=8, frameon=False)
+    ax.set(ylim=(0, None), ylabel="seconds")
+    finish(ax, "mean TTFT")
 
 
 def draw_changes(ax: Axes, points: Sequence[Mapping[str, Any]], metric: str = "ttft_mean") -> None:
@@ -119,13 +128,13 @@ def draw_changes(ax: Axes, points: Sequence[Mapping[str, Any]], metric: str = "t
         )
     measured = [change["percent"] for change in changes]
     ax.plot(
-        range(len(points)), measured, "o", color=COLORS["internal"], ms=5, label=f"measured ({changes[0]['interval']})"
+        range(len(points)), measured, "o", color=COLORS["internal"], ms=5, label=f"measured, {changes[0]['interval']}"
     )
     if all(metric in point.get("predicted", {}) for point in points):
         predicted = [point["predicted"][metric] for point in points]
         ax.plot(range(len(points)), predicted, "x", color=COLORS["running"], ms=7, mew=2, label="predicted")
-    ax.set(ylabel="per cent", title="change of the mean TTFT", xlim=(-0.5, len(points) - 0.2))
-    ax.legend(fontsize=8, frameon=False)
+    ax.set(ylabel="per cent", xlim=(-0.5, len(points) - 0.2))
+    finish(ax, "change of the mean TTFT")
 
 
 def draw_resend(ax: Axes, points: Sequence[Mapping[str, Any]]) -> None:
@@ -140,8 +149,8 @@ def draw_resend(ax: Axes, points: Sequence[Mapping[str, Any]]) -> None:
         hit = point["resend"]["ways"]["internal"]
         label = f"{hit['cached_tokens']:.0f} cached"
         ax.annotate(label, (i + 0.2, hit["ttft"]["mean"]), (0, 2), textcoords="offset points", fontsize=7, ha="center")
-    ax.set(ylim=(0, None), ylabel="seconds", title="resend with a new tail (internal)")
-    ax.legend(fontsize=8, frameon=False)
+    ax.set(ylim=(0, None), ylabel="seconds")
+    finish(ax, "resend with a new tail (internal)")
 
 # %% ../nbs/09_plots.ipynb #935ef871
 def draw_ttft(result: Mapping[str, Any]) -> Figure:
@@ -179,5 +188,5 @@ def draw_cost(result: Mapping[str, Any]) -> Figure:
     ax.plot(tokens, [1e3 * s for s in seconds], "o", color=COLORS["internal"], ms=5)
     ax.set(xlabel="tokens of the forward", ylabel="milliseconds", ylim=(0, None))
     text = f"{1e3 * cost['fixed']:.1f} ms + {1e6 * cost['per_token']:.1f} µs a token"
-    ax.set_title(f"a forward: {text}", loc="left")
+    ax.set_title(f"a forward: {text}", loc="left", fontsize=9)
     return figure

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -31,10 +32,11 @@ TOKEN_CHECKS = ("exact", "share")
 
 # %% auto #0
 __all__ = ['DTYPES', 'TOKEN_CHECKS', 'Progress', 'TTFTConfig', 'resolve', 'read_text', 'cut_prompts', 'point_prompts',
-           'resend_prompt', 'Run', 'send', 'spread', 'run_numbers', 'summarize', 'change', 'ForwardCost', 'fit_cost',
-           'Plan', 'predict', 'predict_changes', 'differing', 'judge_shares', 'blocks_needed', 'make_llm', 'Point',
-           'Experiment', 'total_tokens', 'point_report', 'paired_changes', 'check_points', 'sentence', 'cpu_name',
-           'version_of', 'git_commit', 'describe_machine', 'TTFTResult', 'engine_facts', 'cost_points', 'run_ttft']
+           'check_question', 'resend_prompt', 'Run', 'send', 'spread', 'run_numbers', 'summarize', 'change',
+           'ForwardCost', 'fit_cost', 'Plan', 'predict', 'predict_changes', 'differing', 'judge_shares',
+           'blocks_needed', 'make_llm', 'Point', 'Experiment', 'total_tokens', 'point_report', 'paired_changes',
+           'check_points', 'sentence', 'cpu_name', 'version_of', 'git_commit', 'describe_machine', 'TTFTResult',
+           'engine_facts', 'cost_points', 'run_ttft']
 
 # %% ../nbs/09_ttft.ipynb #f7ec5f50
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +157,12 @@ def point_prompts(config: TTFTConfig, length: int, concurrency: int) -> list[lis
     count, vocab_size = concurrency * config.waves + 1, config.model_config.vocab_size
     return cut_prompts(read_text(config.prompts), count, length, vocab_size)
 
+
+def check_question(config: TTFTConfig) -> None:
+    """Raise `ValueError` when the config's model or prompts cannot be had, before anything is built."""
+    for length in config.prompt_len:
+        point_prompts(config, length, max(config.concurrency))
+
 # %% ../nbs/09_ttft.ipynb #41f4150a
 def resend_prompt(prompt: Sequence[int], block_size: int) -> list[int] | None:
     """The prompt with another tail after its last block boundary; None when it is shorter than a block."""
@@ -254,14 +262,14 @@ def summarize(runs: Sequence[Run], prompt_tokens: int) -> dict[str, Any]:
 
 
 def change(before: Sequence[float], after: Sequence[float], resamples: int = 2000) -> dict[str, Any]:
-    """Mean change of pairs in per cent, with its interval: min and max, or from five pairs on 95 % by bootstrap."""
+    """Median change of pairs in per cent, with its interval: min and max, or from five pairs on 95 % by bootstrap."""
     percent = 100 * (np.asarray(after) / np.asarray(before) - 1)
     low, high, kind = percent.min(), percent.max(), "min to max"
     if len(percent) >= 5:
         picks = np.random.default_rng(0).integers(len(percent), size=(resamples, len(percent)))
-        low, high = np.percentile(percent[picks].mean(axis=1), [2.5, 97.5])
+        low, high = np.percentile(np.median(percent[picks], axis=1), [2.5, 97.5])
         kind = "95 % bootstrap"
-    return {"percent": float(percent.mean()), "low": float(low), "high": float(high), "interval": kind}
+    return {"percent": float(np.median(percent)), "low": float(low), "high": float(high), "interval": kind}
 
 # %% ../nbs/09_ttft.ipynb #fc944962
 class ForwardCost(NamedTuple):
@@ -595,6 +603,7 @@ class TTFTResult:
 
     engine: backend, model and cache sizes as they came out; cost: `ForwardCost` and the forwards it was fitted to
     points: one entry for each prompt length and concurrency; failures: what a check found wrong
+    seconds: what the whole experiment took, building the model included
     """
 
     config: dict[str, Any]
@@ -605,6 +614,7 @@ class TTFTResult:
     checks: dict[str, Any]
     failures: list[str]
     sentences: list[str]
+    seconds: float
 
     @property
     def ok(self) -> bool:
@@ -652,10 +662,9 @@ def run_ttft(config: TTFTConfig, *, llm: LLM | None = None, progress: Progress |
     progress: called after every forward with its tokens and what is running; `total_tokens` says how many to expect
     Raises `ValueError` or `RuntimeError` for a config that cannot run; failed checks are in the result.
     """
-    config = resolve(config)
+    started, config = time.perf_counter(), resolve(config)
     grid = [(length, concurrency) for length in config.prompt_len for concurrency in config.concurrency]
-    for length, concurrency in grid:
-        point_prompts(config, length, concurrency)
+    check_question(config)
     llm = llm or make_llm(config)
     experiment = Experiment(config, llm, progress)
     experiment.warm_up()
@@ -694,4 +703,5 @@ def run_ttft(config: TTFTConfig, *, llm: LLM | None = None, progress: Progress |
         checks=checks,
         failures=failures,
         sentences=[sentence(report, cost) for report in reports],
+        seconds=time.perf_counter() - started,
     )
