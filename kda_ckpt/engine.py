@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import index
 
 import torch
@@ -22,8 +22,8 @@ from .scheduler import Request, ScheduledChunk, Scheduler, SchedulerConfig, Sche
 from .spec import KVCacheConfig, KVCacheSpec, MambaSpec, check_int, fit_attention_block_size, group_layers
 
 # %% auto #0
-__all__ = ['PAGE_ALIGNMENT', 'PREFIX_CACHING', 'page_views', 'CachePool', 'SamplingParams', 'RequestMetrics', 'RequestOutput',
-           'StepStats', 'LLM', 'build_model']
+__all__ = ['PAGE_ALIGNMENT', 'PREFIX_CACHING', 'GRAPH_STRETCH', 'page_views', 'CachePool', 'SamplingParams', 'RequestMetrics',
+           'RequestOutput', 'StepStats', 'stretched', 'copy_metadata', 'DecodeGraphs', 'LLM', 'build_model']
 
 # %% ../nbs/08_engine.ipynb #c7ea5800
 PAGE_ALIGNMENT = 256
@@ -149,6 +149,56 @@ class StepStats:
     num_preemptions: int
     seconds: float
 
+# %% ../nbs/08_engine.ipynb #780e5d92
+GRAPH_STRETCH = 1024
+
+
+def stretched(meta: BatchMetadata, width: int, length: int) -> BatchMetadata:
+    """Decode metadata in fixed shapes: a block table of `width` columns, and `length` as the longest sequence."""
+    attention, n = meta.attention, meta.attention.num_decodes
+    table = attention.block_table.new_zeros(n, width)
+    table[:, : attention.block_table.shape[1]] = attention.block_table
+    return BatchMetadata(replace(meta.kda), replace(attention, block_table=table, seq_lens_cpu=[length] * n))
+
+
+def copy_metadata(source: BatchMetadata, target: BatchMetadata) -> None:
+    """Overwrite the tensors of decode metadata, in place, with those of another batch of the same shape."""
+    target.kda.load_slots.copy_(source.kda.load_slots, non_blocking=True)
+    target.kda.store_slots.copy_(source.kda.store_slots, non_blocking=True)
+    table = source.attention.block_table
+    target.attention.block_table[:, : table.shape[1]].copy_(table, non_blocking=True)
+    target.attention.seq_lens.copy_(source.attention.seq_lens, non_blocking=True)
+    target.attention.slot_mapping.copy_(source.attention.slot_mapping, non_blocking=True)
+
+
+class DecodeGraphs:
+    """Records and replays decode steps of one model on its GPU. attention_block_size: tokens per column of the block table."""
+
+    def __init__(self, model: KimiLinear, attention_block_size: int) -> None:
+        self.model, self.block_size = model, attention_block_size
+        self._graphs: dict[tuple[int, int], tuple] = {}
+
+    def __call__(self, input_ids: torch.Tensor, meta: BatchMetadata) -> torch.Tensor:
+        """float32 logits `[N, vocab]` of N single-token rows; valid until the next call."""
+        length = -(-meta.attention.max_seq_len // GRAPH_STRETCH) * GRAPH_STRETCH
+        key = (len(input_ids), length)
+        if key not in self._graphs:
+            logits = self.model(input_ids, meta)
+            self._graphs[key] = self._record(input_ids, stretched(meta, -(-length // self.block_size), length))
+            return logits
+        graph, ids, fixed, logits = self._graphs[key]
+        ids.copy_(input_ids, non_blocking=True)
+        copy_metadata(meta, fixed)
+        graph.replay()
+        return logits
+
+    def _record(self, input_ids: torch.Tensor, meta: BatchMetadata) -> tuple:
+        ids, graph = input_ids.clone(), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            logits = self.model(ids, meta)
+        return graph, ids, meta, logits
+
 # %% ../nbs/08_engine.ipynb #f6236937
 class LLM:
     """A model, its caches and a scheduler.
@@ -159,6 +209,7 @@ class LLM:
     hash_block_size: tokens per prefix hash (default: the attention block); partial_hits: let hits end inside a block
     max_num_scheduled_tokens, max_num_seqs, long_prefill_token_threshold, max_model_len: see `SchedulerConfig`
     num_blocks: size of the pool; or cache_memory_bytes; by default room for `max_num_seqs` requests, as far as memory goes
+    cuda_graphs: replay decode steps as CUDA graphs, on a GPU
     """
 
     def __init__(
@@ -180,6 +231,7 @@ class LLM:
         max_model_len: int = 16384,
         num_blocks: int | None = None,
         cache_memory_bytes: int | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
         check_int("block_size", block_size, 1)
         self.scheduler_config = SchedulerConfig(
@@ -200,6 +252,9 @@ class LLM:
         self.cache = CachePool(
             KVCacheConfig(groups, self._num_blocks(groups, num_blocks, cache_memory_bytes)), self.device
         )
+        self.decode_graphs = None
+        if cuda_graphs and self.device.type == "cuda":
+            self.decode_graphs = DecodeGraphs(self.model, self.attention_block_size)
         self._ids = itertools.count()
         self.reset(prefix_caching=prefix_caching)
 
@@ -347,6 +402,8 @@ class LLM:
         name, mixer = next(iter(self.model.mixers.items()))
         if mixer.cache is not self.cache.caches[name]:  # another engine used the same model in between
             self.model.bind_caches(self.cache.caches)
+        if self.decode_graphs and not meta.kda.num_prefills:
+            return self.decode_graphs(input_ids, meta)
         return self.model(input_ids, meta)
 
     @torch.inference_mode()

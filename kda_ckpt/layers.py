@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from kda_ckpt.metadata import AttentionMetadata, BatchMetadata, KDAMetadata
 
 # %% auto #0
-__all__ = ['FLOAT32_WEIGHTS', 'LayerCache', 'ModelConfig', 'check_config', 'read_config', 'rms_norm', 'swiglu', 'gated_rms_norm',
-           'SeededWeights', 'KDACache', 'MLACache', 'read_slots', 'kda_shapes', 'spread_gates', 'time_constants',
-           'MambaLayer', 'KDALayer', 'decode_rows', 'prefill_rows', 'mla_shapes', 'write_latents', 'context_latents',
-           'padded_latents', 'row_attention', 'prefill_attention', 'decode_attention', 'MLALayer', 'mlp_shapes',
-           'moe_shapes', 'route', 'grouped_matmul', 'expert_mlp', 'MLP', 'MoE', 'parameter_shapes', 'active_numel',
-           'DecoderLayer']
+__all__ = ['FLOAT32_WEIGHTS', 'LayerCache', 'ModelConfig', 'check_config', 'read_config', 'rms_norm', 'swiglu', 'matmul_float32',
+           'gated_rms_norm', 'SeededWeights', 'KDACache', 'MLACache', 'read_slots', 'kda_shapes', 'spread_gates',
+           'time_constants', 'MambaLayer', 'KDALayer', 'decode_rows', 'prefill_rows', 'mla_shapes', 'write_latents',
+           'context_latents', 'padded_latents', 'row_attention', 'prefill_attention', 'decode_attention', 'MLALayer',
+           'mlp_shapes', 'moe_shapes', 'route', 'grouped_matmul', 'expert_mlp', 'MLP', 'MoE', 'DecoderLayer',
+           'parameter_shapes', 'active_numel']
 
 # %% ../nbs/07_hybrid_layers.ipynb #6a2d526e
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def check_config(config: ModelConfig) -> None:
         value = getattr(config, field.name)
         if field.type == "int":
             check_int(field.name, value, minimum.get(field.name, 1))
-        elif "float" in field.type and value is not None:
+        elif "float" in field.type and not (value is None and "None" in field.type):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{field.name} is {value!r}; it must be a number")
     layers = config.full_attention_layers
@@ -153,12 +153,19 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def matmul_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b, both [M, K] and [K, N] or with one batch dimension, summed and returned in float32."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
 def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """KDA's output norm: RMS norm over the head dimension times the sigmoid of `gate`, both [T, H, D]."""
     return rms_norm(x, weight, eps) * gate.sigmoid()
 
 # %% ../nbs/07_hybrid_layers.ipynb #d4b96d32
-FLOAT32_WEIGHTS = ("A_log", "dt_bias", "router", "router_bias")
+FLOAT32_WEIGHTS = ("A_log", "dt_bias", "router_bias")
 
 
 class SeededWeights:
@@ -286,7 +293,7 @@ class KDALayer(MambaLayer):
         spec = super().get_kv_cache_spec(
             block_size=block_size, mamba_cache_mode=mamba_cache_mode, internal_checkpoints=internal_checkpoints
         )
-        if internal_checkpoints and mamba_cache_mode == "align" and getattr(self.backend, "exports_checkpoints", True):
+        if internal_checkpoints and mamba_cache_mode == "align" and self.backend.exports_checkpoints:
             spec = replace(spec, num_prefill_checkpoint_blocks=1, checkpoint_alignment=self.backend.alignment)
         return spec
 
@@ -423,10 +430,7 @@ def decode_attention(
     block_table int32 [B, max_blocks]; seq_lens int32 [B], each ≥ 1 and ≤ max_seq_len, counting the query's own token.
     """
     latents = padded_latents(cache, block_table, seq_lens, max_seq_len)
-    if q.is_cuda and q.dtype != torch.float32:
-        scores = torch.bmm(q, latents.mT, out_dtype=torch.float32)
-    else:
-        scores = (q @ latents.mT).float()
+    scores = matmul_float32(q, latents.mT)
     beyond = torch.arange(max_seq_len, device=q.device) >= seq_lens[:, None]
     weights = (scores * scale).masked_fill(beyond[:, None], -torch.inf).softmax(-1)
     return weights.to(q.dtype) @ latents[..., :rank]
@@ -508,7 +512,7 @@ def route(
     x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor, top_k: int, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts int64 [T, k] and their float32 weights [T, k] for x [T, hidden]."""
-    scores = F.linear(x.float(), router).sigmoid()
+    scores = matmul_float32(x, router.T).sigmoid()
     experts = (scores + bias).topk(top_k, dim=-1, sorted=False).indices
     weights = scores.gather(-1, experts)
     return experts, weights * (scaling / weights.sum(-1, keepdim=True))
@@ -537,8 +541,9 @@ def expert_mlp(
 ) -> torch.Tensor:
     """Weighted sum of each token's experts: x [T, hidden], experts and weights [T, k] → [T, hidden]."""
     tokens, top_k = experts.shape
-    chosen, order = experts.flatten().sort(stable=True)
-    ends = torch.searchsorted(chosen, torch.arange(len(gate_up), device=x.device), right=True, out_int32=True)
+    chosen, order = experts.flatten().int().sort(stable=True)
+    numbers = torch.arange(len(gate_up), dtype=torch.int32, device=x.device)
+    ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
     hidden = swiglu(grouped_matmul(x.index_select(0, order // top_k), gate_up, ends))
     hidden = hidden * weights.flatten()[order, None].to(hidden.dtype)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
@@ -576,31 +581,6 @@ class MoE(nn.Module):
         out = expert_mlp(x, experts, weights, self.gate_up, self.down)
         return out if self.shared is None else out + self.shared(x)
 
-# %% ../nbs/07_hybrid_layers.ipynb #2af7f33f
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every weight of the model by its name."""
-    hidden, shared = config.hidden_size, config.num_shared_experts * config.moe_intermediate_size
-    shapes = {"embedding": (config.vocab_size, hidden), "final_norm": (hidden,), "lm_head": (config.vocab_size, hidden)}
-    for i, full in enumerate(config.is_full_attention):
-        parts = {"": {"mixer_norm": (hidden,), "ffn_norm": (hidden,)}}
-        parts["mixer."] = mla_shapes(config) if full else kda_shapes(config)
-        if i < config.first_dense_layers:
-            parts["ffn."] = mlp_shapes(hidden, config.intermediate_size)
-        else:
-            parts["ffn."] = moe_shapes(config)
-            if shared:
-                parts["ffn.shared."] = mlp_shapes(hidden, shared)
-        shapes |= {f"layers.{i}.{part}{key}": shape for part, keys in parts.items() for key, shape in keys.items()}
-    return shapes
-
-
-def active_numel(config: ModelConfig, name: str, shape: tuple[int, ...]) -> int:
-    """How many numbers of one weight a token is multiplied with."""
-    if name == "embedding":
-        return 0
-    routed = len(shape) == 3
-    return prod(shape) * config.num_experts_per_token // config.num_experts if routed else prod(shape)
-
 # %% ../nbs/07_hybrid_layers.ipynb #38bce389
 class DecoderLayer(nn.Module):
     """A mixer (KDA or MLA) and a feed-forward block (dense or experts), each behind a norm and added to the stream."""
@@ -625,3 +605,28 @@ class DecoderLayer(nn.Module):
         mixer_meta = meta.attention if self.is_full_attention else meta.kda
         x = x + self.mixer(rms_norm(x, self.mixer_norm, self.eps), mixer_meta)
         return x + self.ffn(rms_norm(x, self.ffn_norm, self.eps))
+
+# %% ../nbs/07_hybrid_layers.ipynb #2af7f33f
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every weight of the model by its name."""
+    hidden, shared = config.hidden_size, config.num_shared_experts * config.moe_intermediate_size
+    shapes = {"embedding": (config.vocab_size, hidden), "final_norm": (hidden,), "lm_head": (config.vocab_size, hidden)}
+    for i, full in enumerate(config.is_full_attention):
+        parts = {"": {"mixer_norm": (hidden,), "ffn_norm": (hidden,)}}
+        parts["mixer."] = mla_shapes(config) if full else kda_shapes(config)
+        if i < config.first_dense_layers:
+            parts["ffn."] = mlp_shapes(hidden, config.intermediate_size)
+        else:
+            parts["ffn."] = moe_shapes(config)
+            if shared:
+                parts["ffn.shared."] = mlp_shapes(hidden, shared)
+        shapes |= {f"layers.{i}.{part}{key}": shape for part, keys in parts.items() for key, shape in keys.items()}
+    return shapes
+
+
+def active_numel(config: ModelConfig, name: str, shape: tuple[int, ...]) -> int:
+    """How many numbers of one weight a token is multiplied with."""
+    if name == "embedding":
+        return 0
+    routed = len(shape) == 3
+    return prod(shape) * config.num_experts_per_token // config.num_experts if routed else prod(shape)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kda_ckpt.metadata import BatchMetadata
 
 # %% auto #0
-__all__ = ['PRESETS', 'get_preset', 'KimiLinear', 'check_caches', 'allocate_caches']
+__all__ = ['PRESETS', 'get_preset', 'KimiLinear', 'check_support', 'check_caches', 'allocate_caches']
 
 # %% ../nbs/07_hybrid_model.ipynb #650d103b
 PRESETS: dict[str, ModelConfig] = {
@@ -71,14 +71,7 @@ class KimiLinear(nn.Module):
         self, config: ModelConfig, *, backend: Backend, dtype: torch.dtype, device: torch.device | str, seed: int = 0
     ) -> None:
         super().__init__()
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ValueError(f"dtype is {dtype!r}; it must be torch.float32, torch.bfloat16 or torch.float16")
-        safe_gate = config.lower_bound is not None
-        supported, reason = backend.supports(
-            head_dim=config.head_dim, dtype=dtype, state_dtype=torch.float32, safe_gate=safe_gate
-        )
-        if not supported:
-            raise ValueError(f"backend is {backend.name!r}, which cannot run this model: {reason}")
+        check_support(config, backend, dtype)
         self.config, self.backend, self.dtype, self.device = config, backend, dtype, torch.device(device)
         weights, hidden = SeededWeights(seed, dtype, device), config.hidden_size
         self.embedding = weights("embedding", (config.vocab_size, hidden), gain=0.5 * hidden**0.5)
@@ -117,6 +110,8 @@ class KimiLinear(nn.Module):
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, meta: BatchMetadata) -> torch.Tensor:
         """Token ids [T], decode rows first → float32 logits [N, vocab] of each row's last token."""
+        if self.layers[0].mixer.cache is None:
+            raise RuntimeError("the model has no caches; bind_caches must be called before forward")
         x = F.embedding(input_ids, self.embedding)
         for layer in self.layers:
             x = layer(x, meta)
@@ -124,6 +119,17 @@ class KimiLinear(nn.Module):
         return F.linear(rms_norm(x, self.final_norm, self.config.rms_norm_eps), self.lm_head).float()
 
 # %% ../nbs/07_hybrid_model.ipynb #3beb636f
+def check_support(config: ModelConfig, backend: Backend, dtype: torch.dtype) -> None:
+    """Raise `ValueError` unless `backend` can run the model's KDA layers in `dtype`."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype is {dtype!r}; it must be torch.float32, torch.bfloat16 or torch.float16")
+    supported, reason = backend.supports(
+        head_dim=config.head_dim, dtype=dtype, state_dtype=torch.float32, safe_gate=config.lower_bound is not None
+    )
+    if not supported:
+        raise ValueError(f"backend is {backend.name!r}, which cannot run this model: {reason}")
+
+
 def check_caches(model: KimiLinear, caches: dict[str, LayerCache]) -> None:
     """Raise `ValueError` unless `caches` has, for each layer with a memory, one of the right kind, shape, dtype and device."""
     mixers, config = model.mixers, model.config
@@ -133,7 +139,7 @@ def check_caches(model: KimiLinear, caches: dict[str, LayerCache]) -> None:
     for name, mixer in mixers.items():
         kind = KDACache if isinstance(mixer, KDALayer) else MLACache
         cache = caches[name]
-        if type(cache).__name__ != kind.__name__:
+        if not isinstance(cache, kind):
             raise ValueError(f"caches[{name!r}] is a {type(cache).__name__}; it must be a {kind.__name__}")
         wanted = {"latent": ((latent,), model.dtype)}
         if kind is KDACache:

@@ -86,7 +86,12 @@ def test_many_requests_with_shared_prefixes(model, count, partial_hits):
     expected = truth(model, prompts)
     for way in ("split", "internal"):
         llm = engine(
-            model, way, partial_hits=partial_hits, attention_block_size=4, max_num_scheduled_tokens=64, max_num_seqs=count
+            model,
+            way,
+            partial_hits=partial_hits,
+            attention_block_size=4,
+            max_num_scheduled_tokens=64,
+            max_num_seqs=count,
         )
         assert tokens(llm.generate(prompts, GREEDY)) == expected
         second = llm.generate(prompts, GREEDY)

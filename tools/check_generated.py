@@ -23,7 +23,11 @@ def files(root: Path) -> dict[str, Path]:
     """The files that generation may touch, by their path below `root`."""
     found = [root / name for name in TRACKED if (root / name).is_file()]
     for name in ("kda_ckpt", "nbs"):
-        found += [p for p in (root / name).rglob("*") if p.is_file() and not {"__pycache__", ".ipynb_checkpoints"} & {*p.parts}]
+        found += [
+            p
+            for p in (root / name).rglob("*")
+            if p.is_file() and not {"__pycache__", ".ipynb_checkpoints"} & {*p.parts}
+        ]
     return {str(path.relative_to(root)): path for path in found}
 
 
