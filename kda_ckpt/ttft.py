@@ -454,7 +454,7 @@ class Experiment:
 
 
 def total_tokens(config: TTFTConfig) -> int:
-    """About how many tokens the experiment computes; for a progress bar."""
+    """About how many tokens a resolved experiment computes; for a progress bar."""
     total, output = 0, config.output_len
     for length in config.prompt_len:
         for concurrency in config.concurrency:
