@@ -182,6 +182,9 @@ def explain(
     long_prefill_token_threshold: Annotated[
         int, typer.Option(help="Most tokens of one request in a step; 0: no limit.", min=0)
     ] = 0,
+    whole_blocks: Annotated[
+        bool, typer.Option(help="Whether a chunk that the budget cuts must end on a block boundary.")
+    ] = True,
     out: Annotated[Path | None, typer.Option(help="Write the picture to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:

@@ -32,6 +32,7 @@ def bookkeeping(
     alignment: int = 1,
     partial_hits: bool = False,
     hash_block_size: int | None = None,
+    whole_blocks: bool = True,
 ) -> Scheduler:
     """A scheduler over one attention and one Mamba group, with no model behind it.
 
@@ -50,7 +51,7 @@ def bookkeeping(
     )
     specs = [MLAAttentionSpec(block_size=attention_block_size, head_size=1, dtype=number), mamba]
     manager = KVCacheManager(specs, num_blocks, partial_hits=partial_hits, hash_block_size=hash_block_size)
-    return Scheduler(config, manager, specs)
+    return Scheduler(config, manager, specs, whole_blocks=whole_blocks)
 
 # %% ../nbs/09_explain.ipynb #a51afbf6
 def replay(
@@ -85,6 +86,7 @@ class Case:
     cached: tokens of its prompt that an earlier request, now finished, has computed
     attention_block_size: None for the block size, or the hash block size with partial hits
     alignment: checkpoint offsets must be a multiple of it
+    whole_blocks: False lets a chunk that the budget cuts end inside a block, as the original does
     """
 
     prompt_len: int
@@ -97,6 +99,7 @@ class Case:
     partial_hits: bool = False
     hash_block_size: int | None = None
     long_prefill_token_threshold: int = 0
+    whole_blocks: bool = True
 
     def __post_init__(self) -> None:
         for name in ("prompt_len", "block_size", "budget", "alignment"):
@@ -212,6 +215,7 @@ def explain_way(case: Case, way: str) -> ExplainedWay:
         alignment=case.alignment,
         partial_hits=case.partial_hits,
         hash_block_size=case.hash_block_size,
+        whole_blocks=case.whole_blocks,
     )
     if case.cached:
         replay(scheduler, [tokens[: case.cached]], 1, 1, lambda output: None)

@@ -313,13 +313,15 @@ class Plan:
     budget: int
     alignment: int
     num_blocks: int
+    whole_blocks: bool = True
 
 
 def predict(plan: Plan, way: str, cost: Callable[[int], float], decode: float) -> dict[str, float]:
     """Mean TTFT and latency in seconds, and forwards per prefill, of a point whose forwards take `cost(tokens)` seconds."""
     limits = SchedulerConfig(plan.budget, max_model_len=plan.prompt_len + plan.output_len)
     sizes = {"block_size": plan.block_size, "attention_block_size": plan.attention_block_size}
-    scheduler = bookkeeping(way, limits, **sizes, num_blocks=plan.num_blocks, alignment=plan.alignment)
+    rules = {"alignment": plan.alignment, "whole_blocks": plan.whole_blocks}
+    scheduler = bookkeeping(way, limits, **sizes, **rules, num_blocks=plan.num_blocks)
     clock, sent, first, last = 0.0, {}, {}, {}
 
     def on_step(output: SchedulerOutput) -> None:
