@@ -16,10 +16,11 @@ from .scheduler import Request, RequestStatus, ScheduledChunk, Scheduler, Schedu
 from .spec import Checkpoint, MambaSpec, MLAAttentionSpec, check_int
 
 WAYS = ("split", "internal")
+MAX_PROMPT_LEN = 2**22
 
 # %% auto #0
-__all__ = ['WAYS', 'bookkeeping', 'replay', 'Case', 'ExplainedStep', 'describe_step', 'ExplainedWay', 'Explanation',
-           'explain_way', 'put_in_flight', 'explain']
+__all__ = ['WAYS', 'MAX_PROMPT_LEN', 'bookkeeping', 'replay', 'Case', 'ExplainedStep', 'describe_step', 'ExplainedWay',
+           'Explanation', 'explain_way', 'put_in_flight', 'explain']
 
 # %% ../nbs/09_explain.ipynb #ec182063
 def bookkeeping(
@@ -109,6 +110,8 @@ class Case:
         for name in ("attention_block_size", "hash_block_size"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1)
+        if self.prompt_len > MAX_PROMPT_LEN:
+            raise ValueError(f"prompt_len is {self.prompt_len}; it must be at most {MAX_PROMPT_LEN}")
         if self.start and self.cached:
             raise ValueError(f"start is {self.start} and cached is {self.cached}; only one of them can be given")
         if self.start >= self.prompt_len:
