@@ -182,6 +182,9 @@ def explain(
     long_prefill_token_threshold: Annotated[
         int, typer.Option(help="Most tokens of one request in a step; 0: no limit.", min=0)
     ] = 0,
+    whole_blocks: Annotated[
+        bool, typer.Option(help="Whether a chunk that the budget cuts must end on a block boundary.")
+    ] = True,
     out: Annotated[Path | None, typer.Option(help="Write the picture to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -278,11 +281,9 @@ def ttft_table(result: dict[str, Any]) -> Table:
                 f"{told['prompt_throughput']:.0f}",
                 seconds_text(told["latency"]["mean"]),
             )
-        median, mean, throughput, latency = (
-            change_text(point["changes"][name])
-            for name in ("ttft_median", "ttft_mean", "prompt_throughput", "latency_mean")
-        )
-        table.add_row("", "[bold]change", "", "", median, mean, "", throughput, latency, end_section=True)
+        names = ("ttft_median", "ttft_mean", "ttft_p95", "prompt_throughput", "latency_mean")
+        changes = [change_text(point["changes"][name]) for name in names]
+        table.add_row("", "[bold]change", "", "", *changes, end_section=True)
     return table
 
 

@@ -16,10 +16,11 @@ from .scheduler import Request, RequestStatus, ScheduledChunk, Scheduler, Schedu
 from .spec import Checkpoint, MambaSpec, MLAAttentionSpec, check_int
 
 WAYS = ("split", "internal")
+MAX_PROMPT_LEN = 2**22
 
 # %% auto #0
-__all__ = ['WAYS', 'bookkeeping', 'replay', 'Case', 'ExplainedStep', 'describe_step', 'ExplainedWay', 'Explanation',
-           'explain_way', 'put_in_flight', 'explain']
+__all__ = ['WAYS', 'MAX_PROMPT_LEN', 'bookkeeping', 'replay', 'Case', 'ExplainedStep', 'describe_step', 'ExplainedWay',
+           'Explanation', 'explain_way', 'put_in_flight', 'explain']
 
 # %% ../nbs/09_explain.ipynb #ec182063
 def bookkeeping(
@@ -32,6 +33,7 @@ def bookkeeping(
     alignment: int = 1,
     partial_hits: bool = False,
     hash_block_size: int | None = None,
+    whole_blocks: bool = True,
 ) -> Scheduler:
     """A scheduler over one attention and one Mamba group, with no model behind it.
 
@@ -50,7 +52,7 @@ def bookkeeping(
     )
     specs = [MLAAttentionSpec(block_size=attention_block_size, head_size=1, dtype=number), mamba]
     manager = KVCacheManager(specs, num_blocks, partial_hits=partial_hits, hash_block_size=hash_block_size)
-    return Scheduler(config, manager, specs)
+    return Scheduler(config, manager, specs, whole_blocks=whole_blocks)
 
 # %% ../nbs/09_explain.ipynb #a51afbf6
 def replay(
@@ -85,6 +87,7 @@ class Case:
     cached: tokens of its prompt that an earlier request, now finished, has computed
     attention_block_size: None for the block size, or the hash block size with partial hits
     alignment: checkpoint offsets must be a multiple of it
+    whole_blocks: False lets a chunk that the budget cuts end inside a block, as the original does
     """
 
     prompt_len: int
@@ -97,6 +100,7 @@ class Case:
     partial_hits: bool = False
     hash_block_size: int | None = None
     long_prefill_token_threshold: int = 0
+    whole_blocks: bool = True
 
     def __post_init__(self) -> None:
         for name in ("prompt_len", "block_size", "budget", "alignment"):
@@ -106,6 +110,8 @@ class Case:
         for name in ("attention_block_size", "hash_block_size"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1)
+        if self.prompt_len > MAX_PROMPT_LEN:
+            raise ValueError(f"prompt_len is {self.prompt_len}; it must be at most {MAX_PROMPT_LEN}")
         if self.start and self.cached:
             raise ValueError(f"start is {self.start} and cached is {self.cached}; only one of them can be given")
         if self.start >= self.prompt_len:
@@ -212,6 +218,7 @@ def explain_way(case: Case, way: str) -> ExplainedWay:
         alignment=case.alignment,
         partial_hits=case.partial_hits,
         hash_block_size=case.hash_block_size,
+        whole_blocks=case.whole_blocks,
     )
     if case.cached:
         replay(scheduler, [tokens[: case.cached]], 1, 1, lambda output: None)

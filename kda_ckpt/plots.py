@@ -141,13 +141,13 @@ def draw_resend(ax: Axes, points: Sequence[Mapping[str, Any]]) -> None:
     """Mean TTFT of a first send and of a resend with a new tail, with internal checkpoints."""
     for shift, color, label, ways in (
         (-0.2, COLORS["internal"], "first send", [point["ways"] for point in points]),
-        (0.2, COLORS["state"], "resend, on the hit", [point["resend"]["ways"] for point in points]),
+        (0.2, COLORS["state"], "resend (tokens cached)", [point["resend"]["ways"] for point in points]),
     ):
         means = [way["internal"]["ttft"]["mean"] for way in ways]
         ax.bar([i + shift for i in range(len(points))], means, 0.36, color=color, label=label)
     for i, point in enumerate(points):
         hit = point["resend"]["ways"]["internal"]
-        label = f"{hit['cached_tokens']:.0f} cached"
+        label = f"{hit['cached_tokens']:.0f}"
         ax.annotate(label, (i + 0.2, hit["ttft"]["mean"]), (0, 2), textcoords="offset points", fontsize=7, ha="center")
     ax.set(ylim=(0, None), ylabel="seconds")
     finish(ax, "resend with a new tail (internal)")
