@@ -12,28 +12,29 @@ constexpr int STAGES = 10;             // tiles in flight in shared memory, five
 constexpr int CHAIN_WARPS = 8;         // each owns 16 rows of V, and all 128 columns of K, of the state
 constexpr int GROUPS = 2;              // producer groups of four warps; group p makes the tiles t with t % 2 == p
 constexpr int GROUP_THREADS = 128;
+constexpr int RING = 4;                // tiles of a group between being scaled and being solved
 constexpr int LOAD_AHEAD = 3;          // a group fetches this many of its own tiles ahead
 constexpr int THREADS = CHAIN_WARPS * 32 + GROUPS * GROUP_THREADS;
 constexpr int PROBE = 64;              // tokens of the warm-up that may prove a segment forgotten
 constexpr float FORGOTTEN = 1.52587890625e-5f;   // 2^-16: bound on the Frobenius norm of the warm-up's transfer
 constexpr float LOG2E = 1.4426950408889634f;
 
-// Mirrored by kda_ckpt.cuda_kda.Params; strides count elements, everything is packed over T tokens.
+// Mirrored by kda_ckpt.cuda_kda.Params. Token strides are in bytes; a token's heads lie side by side.
 struct Params {
-    const u16 *q, *k, *v, *g;          // bf16 [T, H, 128], token stride below, heads contiguous
+    const u16 *q, *k, *v, *g;          // bf16 [T, H, 128]
     const void *beta;                  // [T, H] bf16, or float32 if beta_f32
     const float *A_log, *dt_bias;      // [H], [H, 128]
     const int *cu;                     // [N + 1]
-    const void *h0;                    // [N, H, V, K] or null
+    const float *h0;                   // [N, H, V, K] or null
     void *hT;                          // [N, H, V, K]
     const int *offsets;                // [N, C] or null
     void *checkpoints;                 // [N, C, H, V, K]
     u16 *out;                          // bf16 [T, H, 128]
     float *local, *transfer;           // [units, H, 128, 128]: what each segment adds to the state, and multiplies it with
     int *forgotten;                    // [units, H]
-    long long q_stride, k_stride, v_stride, g_stride, out_stride, beta_stride;
+    u32 q_stride, k_stride, v_stride, g_stride, out_stride, beta_stride;
     int N, H, C, units, segment_len, sort_rows;   // units: bound on the segments of all rows, 0 = rows are not cut
-    int beta_f32, h0_bf16, hT_bf16, checkpoints_bf16;
+    int beta_f32, hT_bf16, checkpoints_bf16;
     float lower_bound;
 };
 
@@ -47,13 +48,14 @@ constexpr u32 SMALL_ROW = 48;          // bytes between rows of a 16 x 16 bf16 m
 constexpr u32 M_AT = 4 * TILE_BYTES, P_AT = M_AT + TILE * SMALL_ROW, DECAY_AT = P_AT + TILE * SMALL_ROW;
 constexpr u32 META_AT = DECAY_AT + HEAD * 4;
 constexpr u32 STAGE_BYTES = META_AT + 128;
-constexpr u32 KF_AT = STAGES * STAGE_BYTES;                        // k e^-G, two per group
-constexpr u32 X_ROW = 20 * 4;                                      // beta A transposed, fp32, rows padded to 20
-constexpr u32 X_AT = KF_AT + GROUPS * 2 * TILE_BYTES;
-constexpr u32 NORM_AT = X_AT + GROUPS * TILE * X_ROW;              // [group][parity][q, k][16] fp32
-constexpr u32 BARRIER_AT = NORM_AT + GROUPS * 2 * 2 * TILE * 4;    // loaded, ready, free: one of each per stage
-constexpr u32 MISC_AT = BARRIER_AT + 3 * STAGES * 8;
-constexpr u32 SMEM_BYTES = 208 * 1024;                             // what a launch asks for
+constexpr u32 KF_AT = STAGES * STAGE_BYTES;                        // k e^-G, RING per group
+constexpr u32 X_ROW = 20 * 4;                                      // a solver's scratch: 16 x 16 fp32, rows padded to 20
+constexpr u32 X_BYTES = TILE * X_ROW;
+constexpr u32 X_AT = KF_AT + GROUPS * RING * TILE_BYTES;           // one per producer warp
+constexpr u32 NORM_AT = X_AT + GROUPS * 4 * X_BYTES;               // [group][RING][q, k][16] fp32
+constexpr u32 BARRIER_AT = NORM_AT + GROUPS * RING * 2 * TILE * 4;
+constexpr u32 MISC_AT = BARRIER_AT + (3 * STAGES + 2 * GROUPS * RING) * 8;
+constexpr u32 SMEM_BYTES = 226 * 1024;                             // what a launch asks for
 static_assert(MISC_AT + 64 <= SMEM_BYTES, "the map above must fit");
 
 struct Meta { int first, tokens, last, cut; };                     // token range of the tile, and what ends with it
@@ -72,7 +74,12 @@ DEV u32 pack(float lo, float hi) {                                 // two floats
 }
 DEV float sigmoid(float x) { return rcp(1.f + ex2(-LOG2E * x)); }
 
+// One word at a time: a paired load, or a second way to come by a value (bf16, say), and the chain's loop would move the
+// whole state into the register quads its mma wants, 52 moves a tile.
+DEV float ldg_f(const float *p) { float x; asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(p)); return x; }
+
 DEV u32 lds32(u32 a) { u32 x; asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(a)); return x; }
+DEV float lds_f(u32 a) { float x; asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(a)); return x; }
 DEV float2 lds_f2(u32 a) { float2 x; asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(a)); return x; }
 DEV float4 lds_f4(u32 a) {
     float4 x; asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(a)); return x;
@@ -120,19 +127,27 @@ DEV void mbar_wait(u32 bar, u32 parity) {
 }
 DEV void bar_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
 
+// A tile's life: loaded (raw) -> normed (1 / |q|, 1 / |k| known) -> scaled -> ready (M and P made) -> free.
 DEV u32 bar_loaded(u32 smem, int stage) { return smem + BARRIER_AT + stage * 8; }
 DEV u32 bar_ready(u32 smem, int stage) { return smem + BARRIER_AT + (STAGES + stage) * 8; }
 DEV u32 bar_free(u32 smem, int stage) { return smem + BARRIER_AT + (2 * STAGES + stage) * 8; }
+DEV u32 bar_normed(u32 smem, int group, int n) { return smem + BARRIER_AT + (3 * STAGES + group * RING + n % RING) * 8; }
+DEV u32 bar_scaled(u32 smem, int group, int n) { return smem + BARRIER_AT + (3 * STAGES + (GROUPS + group) * RING + n % RING) * 8; }
 
 // Rows of a tile are 256 bytes = 16 chunks. Chunk c of row r lies at chunk c ^ swizzle(r): eight consecutive rows spread
 // over the eight bank groups (ldmatrix), and rows r and r + 8 differ by half of them (the producers read both at once).
 DEV u32 swizzle(u32 row) { return (row & 7) ^ ((row >> 3) << 2); }
 DEV u32 chunk_at(u32 row, u32 chunk) { return row * 256 + ((chunk ^ swizzle(row)) << 4); }
 
-// The one address pattern of all ldmatrix calls on tiles: lane l names row l % 16, chunk 2 kk + l / 16.
+// Lane addresses for ldmatrix.x4 on 16 x 16 of a tile: columns 16 kk .. 16 kk + 15 of all tokens. Matrices in registers:
+//   RowsFirst     (tokens 0-7, chunk 0) (tokens 8-15, chunk 0) (tokens 0-7, chunk 1) (tokens 8-15, chunk 1)
+//   ChunksFirst   (tokens 0-7, chunk 0) (tokens 0-7, chunk 1) (tokens 8-15, chunk 0) (tokens 8-15, chunk 1)
+// An mma's A operand, and with .trans its two B operands (k = token), want the first; two B operands (n = token) the second.
 struct LaneTile {
     u32 base;
-    DEV explicit LaneTile(int lane) : base(chunk_at(lane & 15, lane >> 4)) {}
     DEV u32 at(u32 tile, int kk) const { return ((tile + base) ^ ((kk & 3) << 5)) + ((kk >> 2) << 7); }
 };
-DEV u32 lane_small(int lane) { return (lane & 15) * SMALL_ROW + (lane >> 4) * 16; }
+struct RowsFirst : LaneTile { DEV explicit RowsFirst(int lane) { base = chunk_at(lane & 15, lane >> 4); } };
+struct ChunksFirst : LaneTile { DEV explicit ChunksFirst(int lane) { base = chunk_at((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1); } };
+DEV u32 small_rows_first(int lane) { return (lane & 15) * SMALL_ROW + (lane >> 4) * 16; }
+DEV u32 small_chunks_first(int lane) { return ((lane & 7) + ((lane >> 4) << 3)) * SMALL_ROW + ((lane >> 3) & 1) * 16; }

@@ -9,6 +9,7 @@ DEV int segments_of(const Params &p, int row) { return max(1, (p.cu[row + 1] - p
 
 // Segments of all rows are numbered through: unit u is segment `segment` of row `row`. False when there is no such unit.
 DEV bool find_unit(const Params &p, int unit, int &row, int &segment) {
+    #pragma unroll 1
     for (row = 0, segment = unit; row < p.N; ++row) {
         int count = segments_of(p, row);
         if (segment < count) return true;
@@ -29,6 +30,7 @@ DEV void load_transfer(u32 (&t)[16][2][2], const float *T, int column, int lane)
 DEV void stitch_rows(const Params &p, float (*S)[STITCH_ROW], int row, int head, int v_row) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = warp * 16;
     int used = segments_of(p, row), first = 0;
+    #pragma unroll 1
     for (int n = 0; n < row; ++n) first += segments_of(p, n);
     long long at = (long long)first * p.H + head, matrix = (long long)p.H * HEAD * HEAD;
     float *L = p.local + at * HEAD * HEAD + v_row * HEAD;
