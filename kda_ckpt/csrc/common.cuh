@@ -9,7 +9,7 @@ typedef unsigned long long u64;
 constexpr int HEAD = 128;              // D = K = V
 constexpr int TILE = 16;               // tokens in a tile
 constexpr int STAGES = 10;             // tiles in flight in shared memory, five for each producer group
-constexpr int CHAIN_WARPS = 8;         // each owns 16 rows of V, and all 128 columns of K, of the state
+constexpr int CHAIN_WARPS = 4;         // each owns 32 rows of V, and all 128 columns of K, of the state
 constexpr int GROUPS = 2;              // producer groups of four warps; group p makes the tiles t with t % 2 == p
 constexpr int GROUP_THREADS = 128;
 constexpr int RING = 4;                // tiles of a group between being scaled and being solved
@@ -60,6 +60,12 @@ static_assert(MISC_AT + 64 <= SMEM_BYTES, "the map above must fit");
 
 struct Meta { int first, tokens, last, cut; };                     // token range of the tile, and what ends with it
 
+// A chain thread holds 128 numbers of the state, so it gets more of the registers that the block starts with, LAUNCH_REGISTERS
+// a thread. (Asking for more than there are would wait for ever.)
+constexpr int LAUNCH_REGISTERS = 168, CHAIN_REGISTERS = 232, PRODUCER_REGISTERS = 136;
+static_assert(CHAIN_WARPS * CHAIN_REGISTERS + GROUPS * 4 * PRODUCER_REGISTERS <= THREADS / 32 * LAUNCH_REGISTERS, "registers");
+static_assert(LAUNCH_REGISTERS == 65536 / THREADS / 8 * 8, "what __launch_bounds__(THREADS, 1) allows");
+
 // ---- PTX -----------------------------------------------------------------------------------------------------------
 #define DEV __device__ __forceinline__
 
@@ -72,6 +78,7 @@ DEV float bf16_hi(u32 x) { return __uint_as_float(x & 0xffff0000u); }
 DEV u32 pack(float lo, float hi) {                                 // two floats to bf16x2, lo in the low half
     u32 y; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo)); return y;
 }
+DEV u32 once(u32 x) { asm volatile("" : "+r"(x)); return x; }            // keeps the compiler from computing x anew in a loop
 DEV float sigmoid(float x) { return rcp(1.f + ex2(-LOG2E * x)); }
 
 // One word at a time: a paired load, or a second way to come by a value (bf16, say), and the chain's loop would move the
@@ -125,6 +132,8 @@ DEV void mbar_arrive_when_copied(u32 bar) { asm volatile("cp.async.mbarrier.arri
 DEV void mbar_wait(u32 bar, u32 parity) {
     asm volatile("{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@!p bra W;\n}" :: "r"(bar), "r"(parity) : "memory");
 }
+DEV void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CHAIN_REGISTERS)); }
+DEV void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS)); }
 DEV void bar_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
 
 // A tile's life: loaded (raw) -> normed (1 / |q|, 1 / |k| known) -> scaled -> ready (M and P made) -> free.

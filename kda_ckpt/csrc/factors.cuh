@@ -38,6 +38,7 @@ template <bool OUT> struct Producer {
     float gate_slope, gate_offset[2], gate_scale;               // log2 decay = gate_scale / (1 + 2^(slope g + offset))
     int made;                                                   // tiles this group has made so far, in all phases
     u32 pair_base;                                              // this thread's channel pair and half of the tokens
+    const char *q_from, *k_from, *v_from, *g_from;              // this thread's 16 bytes of token 0
 
     DEV Producer(const Params &p_, u32 smem_, int tid, int head_) : p(p_), smem(smem_), head(head_) {
         group = tid / GROUP_THREADS; thread = tid % GROUP_THREADS; warp = thread / 32; lane = thread % 32; made = 0;
@@ -46,6 +47,9 @@ template <bool OUT> struct Producer {
         gate_slope = -LOG2E * ex2(LOG2E * p.A_log[head]);
         for (int c = 0; c < 2; ++c) gate_offset[c] = gate_slope * p.dt_bias[head * HEAD + 2 * pair + c];
         gate_scale = LOG2E * p.lower_bound;
+        u32 column = head * (HEAD * 2) + (thread & 15) * 16;
+        q_from = (const char *)p.q + column; k_from = (const char *)p.k + column;
+        v_from = (const char *)p.v + column; g_from = (const char *)p.g + column;
     }
     // Tile n of this group is tile 2 n + group of the block.
     DEV int stage_of(int n) const { return group * (STAGES / 2) + n % (STAGES / 2); }
@@ -62,17 +66,16 @@ template <bool OUT> struct Producer {
             sts32(stage + META_AT + 8, last); sts32(stage + META_AT + 12, cut);
             mbar_arrive(bar_loaded(smem, s));                   // releases the four words; the copies arrive below
         }
-        long long column = head * (HEAD * 2) + chunk * 16;
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             int row = (thread >> 4) + 8 * half;
             bool valid = row < tokens;
             u64 token = (u32)(first + min(row, tokens - 1));
             u32 to = stage + chunk_at(row, chunk);
-            if (OUT) cp_async16(to + Q_AT, (const char *)p.q + column + token * p.q_stride, valid);
-            cp_async16(to + K_AT, (const char *)p.k + column + token * p.k_stride, valid);
-            cp_async16(to + G_AT, (const char *)p.g + column + token * p.g_stride, valid);
-            if (with_v) cp_async16(to + V_AT, (const char *)p.v + column + token * p.v_stride, valid);
+            if (OUT) cp_async16(to + Q_AT, q_from + token * p.q_stride, valid);
+            cp_async16(to + K_AT, k_from + token * p.k_stride, valid);
+            cp_async16(to + G_AT, g_from + token * p.g_stride, valid);
+            if (with_v) cp_async16(to + V_AT, v_from + token * p.v_stride, valid);
         }
         mbar_arrive_when_copied(bar_loaded(smem, s));
     }
@@ -80,14 +83,12 @@ template <bool OUT> struct Producer {
     // 1 / |row| of the raw q (which = 0, times D^-1/2) or k (1): the diagonal of the tile times its transpose.
     DEV void norms(int n, int which) {
         u32 tile = smem + stage_of(n) * STAGE_BYTES + (which ? K_AT : Q_AT);
-        RowsFirst left(lane);
-        ChunksFirst right(lane);
+        RowsFirst at(lane);
         float lo[4] = {0, 0, 0, 0}, hi[4] = {0, 0, 0, 0};
         #pragma unroll
         for (int kk = 0; kk < 8; ++kk) {
-            u32 a[4], b[4];
-            ldsm(a, left.at(tile, kk)); ldsm(b, right.at(tile, kk));
-            mma(lo, a, b[0], b[1]); mma(hi, a, b[2], b[3]);
+            u32 a[4]; ldsm(a, at.at(tile, kk));
+            mma(lo, a, a[0], a[2]); mma(hi, a, a[1], a[3]);
         }
         // Lane l holds rows l/4 (and + 8), columns 2 (l % 4) + {0, 1} of each 8-column half: the diagonal where they meet.
         u32 to = smem + NORM_AT + ((group * RING + n % RING) * 2 + which) * TILE * 4;

@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill(const __grid_co
     if (p.units) { begin += segment * p.segment_len; end = min(begin + p.segment_len, row_end); }
     __syncthreads();
     if (threadIdx.x < CHAIN_WARPS * 32) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+        more_registers();
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         Chain<true> chain(p, smem, warp, lane, head);
         long long at = ((long long)row * p.H + head) * HEAD * HEAD;
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill(const __grid_co
         if (begin < end) chain.run(row, row_begin, true);
         if (end == row_end) state_store(chain.S, (char *)p.hT + at * (p.hT_bf16 ? 2 : 4), p.hT_bf16, warp, lane);
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
+        fewer_registers();
         Producer<true> producer(p, smem, threadIdx.x - CHAIN_WARPS * 32, head);
         producer.run(begin, end, row_begin, p.offsets ? p.offsets + row * p.C : nullptr, true, 0);
     }
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) segments(const __grid_c
     bool probing = p.segment_len > PROBE;
     long long at = (long long)unit * p.H + head;
     if (threadIdx.x < CHAIN_WARPS * 32) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+        more_registers();
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         Chain<false> chain(p, smem, warp, lane, head);
         bool forgotten = false;
@@ -93,7 +93,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) segments(const __grid_c
             chain.run(row, row_begin, false);
             float sum = 0.f;
             #pragma unroll
-            for (int t = 0; t < 16; ++t) sum += chain.S[t][0] * chain.S[t][0] + chain.S[t][1] * chain.S[t][1] + chain.S[t][2] * chain.S[t][2] + chain.S[t][3] * chain.S[t][3];
+            for (int m = 0; m < 2; ++m)
+                #pragma unroll
+                for (int t = 0; t < 16; ++t)
+                    #pragma unroll
+                    for (int c = 0; c < 4; ++c) sum += chain.S[m][t][c] * chain.S[m][t][c];
             #pragma unroll
             for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
             if (lane == 0) norm2[warp] = sum;
@@ -113,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) segments(const __grid_c
         state_store(chain.S, (is_transfer ? p.transfer : p.local) + at * HEAD * HEAD, false, warp, lane);
         if (!is_transfer && threadIdx.x == 0) p.forgotten[at] = forgotten;
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
+        fewer_registers();
         Producer<false> producer(p, smem, threadIdx.x - CHAIN_WARPS * 32, head);
         int tiles = 0;
         bool forgotten = false;
