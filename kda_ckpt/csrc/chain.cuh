@@ -63,11 +63,10 @@ template <bool OUT> struct Chain {
     }
 
     DEV void step(u32 stage, bool with_v) {
-        constexpr int SPLIT = OUT ? 1 : 2;                      // independent sums, to hide the latency of an mma
         LaneTile right_tile{right}, left_tile{left};
-        float w[SPLIT][2][2][4], o[2][2][4];                    // [rows of V][tokens]
+        float w[2][2][4], o[2][2][4];                    // [rows of V][tokens]
         #pragma unroll
-        for (int i = 0; i < SPLIT * 16; ++i) (&w[0][0][0][0])[i] = 0.f;
+        for (int i = 0; i < 16; ++i) (&w[0][0][0])[i] = 0.f;
         #pragma unroll
         for (int i = 0; i < 16; ++i) (&o[0][0][0])[i] = 0.f;
         #pragma unroll
@@ -79,7 +78,7 @@ template <bool OUT> struct Chain {
             for (int m = 0; m < 2; ++m) {
                 const float (&x)[4] = S[m][2 * kk], (&y)[4] = S[m][2 * kk + 1];
                 u32 s[4] = {pack(x[0], x[1]), pack(x[2], x[3]), pack(y[0], y[1]), pack(y[2], y[3])};
-                mma(w[kk % SPLIT][m][0], s, k[0], k[1]); mma(w[kk % SPLIT][m][1], s, k[2], k[3]);
+                mma(w[m][0], s, k[0], k[1]); mma(w[m][1], s, k[2], k[3]);
                 if (OUT) { mma(o[m][0], s, q[0], q[1]); mma(o[m][1], s, q[2], q[3]); }
             }
         }
@@ -93,8 +92,7 @@ template <bool OUT> struct Chain {
             for (int t = 0; t < 2; ++t)
                 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    float x = w[0][m][t][2 * h], y = w[0][m][t][2 * h + 1];
-                    if (SPLIT == 2) { x += w[SPLIT - 1][m][t][2 * h]; y += w[SPLIT - 1][m][t][2 * h + 1]; }
+                    float x = w[m][t][2 * h], y = w[m][t][2 * h + 1];
                     r[2 * t + h] = pack(bf16_lo(v[t + 2 * h]) - x, bf16_hi(v[t + 2 * h]) - y);
                 }
             float c[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
@@ -126,6 +124,15 @@ template <bool OUT> struct Chain {
                 stsm_t(stage + (v_lane ^ (m * 32)) + V_AT, pack(x[0], x[1]), pack(y[0], y[1]), pack(x[2], x[3]), pack(y[2], y[3]));
             }
         }
+    }
+
+    DEV float norm2() const {                                   // sum of squares of this warp's rows
+        float sum = 0.f;
+        #pragma unroll
+        for (int i = 0; i < 128; ++i) sum += (&S[0][0][0])[i] * (&S[0][0][0])[i];
+        #pragma unroll
+        for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+        return sum;
     }
 
     DEV void write_out(u32 stage, int first, int tokens) {      // 64 bytes of each token, four lanes a token

@@ -9,12 +9,11 @@ typedef unsigned long long u64;
 constexpr int HEAD = 128;              // D = K = V
 constexpr int TILE = 16;               // tokens in a tile
 constexpr int STAGES = 10;             // tiles in flight in shared memory, five for each producer group
-constexpr int CHAIN_WARPS = 4;         // each owns 32 rows of V, and all 128 columns of K, of the state
+constexpr int CHAIN_WARPS = 4;         // of one chain: each owns 32 rows of V, and all 128 columns of K, of the state
 constexpr int GROUPS = 2;              // producer groups of four warps; group p makes the tiles t with t % 2 == p
 constexpr int GROUP_THREADS = 128;
 constexpr int RING = 4;                // tiles of a group between being scaled and being solved
 constexpr int LOAD_AHEAD = 3;          // a group fetches this many of its own tiles ahead
-constexpr int THREADS = CHAIN_WARPS * 32 + GROUPS * GROUP_THREADS;
 constexpr int PROBE = 64;              // tokens of the warm-up that may prove a segment forgotten
 constexpr float FORGOTTEN = 1.52587890625e-5f;   // 2^-16: bound on the Frobenius norm of the warm-up's transfer
 constexpr float LOG2E = 1.4426950408889634f;
@@ -60,11 +59,17 @@ static_assert(MISC_AT + 64 <= SMEM_BYTES, "the map above must fit");
 
 struct Meta { int first, tokens, last, cut; };                     // token range of the tile, and what ends with it
 
-// A chain thread holds 128 numbers of the state, so it gets more of the registers that the block starts with, LAUNCH_REGISTERS
-// a thread. (Asking for more than there are would wait for ever.)
-constexpr int LAUNCH_REGISTERS = 168, CHAIN_REGISTERS = 232, PRODUCER_REGISTERS = 136;
-static_assert(CHAIN_WARPS * CHAIN_REGISTERS + GROUPS * 4 * PRODUCER_REGISTERS <= THREADS / 32 * LAUNCH_REGISTERS, "registers");
-static_assert(LAUNCH_REGISTERS == 65536 / THREADS / 8 * 8, "what __launch_bounds__(THREADS, 1) allows");
+// A chain thread holds 128 numbers of the state, so it gets more of the registers that the block starts with (LAUNCH a thread)
+// than a producer. Asking for more than there are would wait for ever.
+template <int CHAINS, int CHAIN, int PRODUCER> struct Block {
+    static constexpr int CHAIN_THREADS = CHAINS * CHAIN_WARPS * 32, THREADS = CHAIN_THREADS + GROUPS * GROUP_THREADS;
+    static constexpr int LAUNCH = 65536 / THREADS / 8 * 8;      // what __launch_bounds__(THREADS, 1) allows
+    static_assert(CHAIN_THREADS * CHAIN + GROUPS * GROUP_THREADS * PRODUCER <= THREADS * LAUNCH, "registers");
+    static __device__ __forceinline__ void be_chain() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CHAIN)); }
+    static __device__ __forceinline__ void be_producer() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER)); }
+};
+using PrefillBlock = Block<1, 232, 136>;                        // one chain, outputs
+using SegmentBlock = Block<2, 168, 88>;                         // two chains over the same tiles: local state and transfer
 
 // ---- PTX -----------------------------------------------------------------------------------------------------------
 #define DEV __device__ __forceinline__
@@ -132,8 +137,6 @@ DEV void mbar_arrive_when_copied(u32 bar) { asm volatile("cp.async.mbarrier.arri
 DEV void mbar_wait(u32 bar, u32 parity) {
     asm volatile("{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@!p bra W;\n}" :: "r"(bar), "r"(parity) : "memory");
 }
-DEV void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(CHAIN_REGISTERS)); }
-DEV void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS)); }
 DEV void bar_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
 
 // A tile's life: loaded (raw) -> normed (1 / |q|, 1 / |k| known) -> scaled -> ready (M and P made) -> free.

@@ -50,14 +50,16 @@ template <bool OUT> struct Producer {
         u32 column = head * (HEAD * 2) + (thread & 15) * 16;
         q_from = (const char *)p.q + column; k_from = (const char *)p.k + column;
         v_from = (const char *)p.v + column; g_from = (const char *)p.g + column;
+        if (OUT) asm volatile("" : "+l"(q_from), "+l"(k_from), "+l"(v_from), "+l"(g_from));      // not to be computed anew
     }
+    // Beside two chains registers are few: what follows from the lane is worked out anew in each tile.
+    DEV int fresh_lane() const { return OUT ? lane : (int)once((u32)lane); }
     // Tile n of this group is tile 2 n + group of the block.
     DEV int stage_of(int n) const { return group * (STAGES / 2) + n % (STAGES / 2); }
     DEV u32 turn_of(int n) const { return (n / (STAGES / 2)) & 1; }
     DEV u32 ring_turn(int n) const { return (n / RING) & 1; }
-    DEV u32 pair_at(u32 tile, int i) const { return ((tile + pair_base) ^ (i << 4)) + i * 256; }
 
-    DEV void fetch(int n, int first, int tokens, bool last, bool cut, bool with_v) {
+    DEV void fetch(int n, int first, int tokens, bool last, bool cut) {
         int s = stage_of(n), chunk = thread & 15;
         u32 stage = smem + s * STAGE_BYTES;
         mbar_wait(bar_free(smem, s), turn_of(n) ^ 1);
@@ -75,13 +77,14 @@ template <bool OUT> struct Producer {
             if (OUT) cp_async16(to + Q_AT, q_from + token * p.q_stride, valid);
             cp_async16(to + K_AT, k_from + token * p.k_stride, valid);
             cp_async16(to + G_AT, g_from + token * p.g_stride, valid);
-            if (with_v) cp_async16(to + V_AT, v_from + token * p.v_stride, valid);
+            cp_async16(to + V_AT, v_from + token * p.v_stride, valid);
         }
         mbar_arrive_when_copied(bar_loaded(smem, s));
     }
 
     // 1 / |row| of the raw q (which = 0, times D^-1/2) or k (1): the diagonal of the tile times its transpose.
     DEV void norms(int n, int which) {
+        int lane = fresh_lane();
         u32 tile = smem + stage_of(n) * STAGE_BYTES + (which ? K_AT : Q_AT);
         RowsFirst at(lane);
         float lo[4] = {0, 0, 0, 0}, hi[4] = {0, 0, 0, 0};
@@ -102,22 +105,23 @@ template <bool OUT> struct Producer {
 
     // Gates to decays, and the four scaled copies of the tile.
     DEV void scale(int n, u32 kf) {
-        u32 stage = smem + stage_of(n) * STAGE_BYTES, at[8], x[8];
+        u32 stage = smem + stage_of(n) * STAGE_BYTES, x[8];
         int half = lane / 16, tokens = (int)lds32(stage + META_AT + 4);
-        #pragma unroll
-        for (int i = 0; i < 8; ++i) at[i] = pair_at(stage, i);
+        u32 at = once(stage + pair_base);                       // token i's pair: (at ^ 16 i) + 256 i
+        auto pair = [&](u32 tile, int i) { return (at ^ (i << 4)) + i * 256 + tile; };
         if (tokens < TILE)                                      // no decay after the last token: the most negative gate
-            for (int i = 0; i < 8; ++i) if (half * 8 + i >= tokens) sts32(pair_at(stage, i) + G_AT, 0xff7fff7fu);
+            for (int i = 0; i < 8; ++i) if (half * 8 + i >= tokens) sts32(pair(G_AT, i), 0xff7fff7fu);
         #pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = lds32(at[i] + G_AT);
+        for (int i = 0; i < 8; ++i) x[i] = lds32(pair(G_AT, i));
         float G[8][2], sum[2] = {0, 0};
         #pragma unroll
         for (int i = 0; i < 8; ++i) {
             G[i][0] = gate_scale * rcp(1.f + ex2(gate_slope * bf16_lo(x[i]) + gate_offset[0]));
             G[i][1] = gate_scale * rcp(1.f + ex2(gate_slope * bf16_hi(x[i]) + gate_offset[1]));
         }
+        at = once(stage + pair_base);                           // not kept: registers are few
         #pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = lds32(at[i] + K_AT);
+        for (int i = 0; i < 8; ++i) x[i] = lds32(pair(K_AT, i));
         float end[2];
         #pragma unroll
         for (int c = 0; c < 2; ++c) {
@@ -130,30 +134,38 @@ template <bool OUT> struct Producer {
         }
         if (!half) sts_f2(stage + DECAY_AT + (warp * 16 + lane) * 8, end[0], end[1]);
         u32 norm = smem + NORM_AT + ((group * RING + n % RING) * 2 * TILE + half * 8) * 4;
-        float4 n0 = lds_f4(norm + TILE * 4), n1 = lds_f4(norm + TILE * 4 + 16);
-        float nk[8] = {n0.x, n0.y, n0.z, n0.w, n1.x, n1.y, n1.z, n1.w};
+        kf -= stage;
         #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            float k0 = bf16_lo(x[i]) * nk[i], k1 = bf16_hi(x[i]) * nk[i];
-            float f0 = k0 * ex2(-G[i][0]), f1 = k1 * ex2(-G[i][1]);
-            G[i][0] = ex2(G[i][0]); G[i][1] = ex2(G[i][1]);
-            sts32(at[i] + K_AT, pack(k0 * G[i][0], k1 * G[i][1]));
-            sts32(at[i] + G_AT, pack(f0 * end[0], f1 * end[1]));
-            sts32(at[i] + (kf - stage), pack(f0, f1));
+        for (int i4 = 0; i4 < 8; i4 += 4) {
+            float4 y = lds_f4(norm + (TILE + i4) * 4);
+            float nk[4] = {y.x, y.y, y.z, y.w};
+            #pragma unroll
+            for (int i = i4; i < i4 + 4; ++i) {
+                float k0 = bf16_lo(x[i]) * nk[i - i4], k1 = bf16_hi(x[i]) * nk[i - i4];
+                float f0 = k0 * ex2(-G[i][0]), f1 = k1 * ex2(-G[i][1]);
+                G[i][0] = ex2(G[i][0]); G[i][1] = ex2(G[i][1]);
+                sts32(pair(K_AT, i), pack(k0 * G[i][0], k1 * G[i][1]));
+                sts32(pair(G_AT, i), pack(f0 * end[0], f1 * end[1]));
+                sts32(pair(kf, i), pack(f0, f1));
+            }
         }
         if (OUT) {
             #pragma unroll
-            for (int i = 0; i < 8; ++i) x[i] = lds32(at[i] + Q_AT);
-            float4 m0 = lds_f4(norm), m1 = lds_f4(norm + 16);
-            float nq[8] = {m0.x, m0.y, m0.z, m0.w, m1.x, m1.y, m1.z, m1.w};
+            for (int i = 0; i < 8; ++i) x[i] = lds32(pair(Q_AT, i));
             #pragma unroll
-            for (int i = 0; i < 8; ++i)
-                sts32(at[i] + Q_AT, pack(bf16_lo(x[i]) * nq[i] * G[i][0], bf16_hi(x[i]) * nq[i] * G[i][1]));
+            for (int i4 = 0; i4 < 8; i4 += 4) {
+                float4 y = lds_f4(norm + i4 * 4);
+                float nq[4] = {y.x, y.y, y.z, y.w};
+                #pragma unroll
+                for (int i = i4; i < i4 + 4; ++i)
+                    sts32(pair(Q_AT, i), pack(bf16_lo(x[i]) * nq[i - i4] * G[i][0], bf16_hi(x[i]) * nq[i - i4] * G[i][1]));
+            }
         }
     }
 
     // A = k~ kf^T and P = q~ kf^T, each 16 x 16 in two 16 x 8 halves.
     DEV void grams(float (&A)[2][4], float (&P)[2][4], u32 stage, u32 kf) {
+        int lane = fresh_lane();
         RowsFirst left(lane);
         ChunksFirst right(lane);
         #pragma unroll
@@ -173,7 +185,7 @@ template <bool OUT> struct Producer {
     // M = (I + X)^-1 diag(beta), X = stril(diag(beta) A), to bf16 rows. In 8 x 8 blocks: the two on the diagonal by forward
     // substitution, a lane to a column; below them -(I + X22)^-1 X21 (I + X11)^-1 by two tf32 products. `x`: [j][i] = X[i][j].
     DEV void invert(float (&A)[2][4], float beta, u32 x, u32 to) {
-        int row = lane / 4, col = 2 * (lane % 4);
+        int lane = fresh_lane(), row = lane / 4, col = 2 * (lane % 4);
         float beta_lo = __shfl_sync(~0u, beta, row), beta_hi = __shfl_sync(~0u, beta, row + 8);
         #pragma unroll
         for (int t = 0; t < 2; ++t)
@@ -220,7 +232,7 @@ template <bool OUT> struct Producer {
     }
 
     DEV void lower_triangle(float (&P)[2][4], u32 to) {         // P[i][j], j <= i, to bf16 rows
-        int row = lane / 4, col = 2 * (lane % 4);
+        int lane = fresh_lane(), row = lane / 4, col = 2 * (lane % 4);
         #pragma unroll
         for (int c = 0; c < 2; ++c) {
             if (col + c > row) P[0][c] = 0.f;
@@ -248,14 +260,14 @@ template <bool OUT> struct Producer {
     }
 
     // Make this group's tiles of [begin, end). `tiles_before` counts the tiles of earlier phases, both groups'.
-    DEV int run(int begin, int end, int row_begin, const int *cuts, bool with_v, int tiles_before) {
+    DEV int run(int begin, int end, int row_begin, const int *cuts, int tiles_before) {
         TileWalk walk(begin, end, row_begin, cuts, p.C);
         int total = 0, fetched = made;                          // `total`: tiles of this phase walked so far
         auto skip = [&]() { if (!walk.done()) { ++total; walk.step(); } };
         auto fetch_next = [&]() {
             if (walk.done()) return;
             int first = walk.pos, e = walk.tile_end();
-            fetch(fetched++, first, e - first, e >= end, walk.ends_at_cut(), with_v);
+            fetch(fetched++, first, e - first, e >= end, walk.ends_at_cut());
             ++total; walk.step();
             skip();
         };

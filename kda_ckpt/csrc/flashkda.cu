@@ -4,12 +4,12 @@
 #include "chain.cuh"
 #include "stitch.cuh"
 
-DEV void init_shared(u32 smem) {
+DEV void init_shared(u32 smem, int chains) {
     if (threadIdx.x < STAGES) {
         int s = threadIdx.x;
         mbar_init(bar_loaded(smem, s), GROUP_THREADS + 1);      // each thread's copies, and the tile's meta words
         mbar_init(bar_ready(smem, s), 1);
-        mbar_init(bar_free(smem, s), CHAIN_WARPS);
+        mbar_init(bar_free(smem, s), chains * CHAIN_WARPS);
         for (int i = 0; i < 8; ++i)                             // M above its diagonal blocks: zero, and never written again
             for (int j = 0; j < 4; ++j) sts32(smem + s * STAGE_BYTES + M_AT + i * SMALL_ROW + 16 + j * 4, 0);
     }
@@ -35,11 +35,11 @@ DEV int row_of_rank(const Params &p, int rank, int *answer) {
     return *answer;
 }
 
-// One block: one segment of one row and head.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill(const __grid_constant__ Params p) {
+// One block: the outputs of one segment of one row and head (of the whole row when rows are not cut).
+extern "C" __global__ void __launch_bounds__(PrefillBlock::THREADS, 1) prefill(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) char bytes[];
     u32 smem = smem_addr(bytes);
-    init_shared(smem);
+    init_shared(smem, 1);
     int head = blockIdx.x % p.H, unit = blockIdx.x / p.H;
     int row, segment = 0;
     if (!p.units) row = row_of_rank(p, unit, (int *)(bytes + MISC_AT));
@@ -47,89 +47,68 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill(const __grid_co
     int row_begin = p.cu[row], row_end = p.cu[row + 1], begin = row_begin, end = row_end;
     if (p.units) { begin += segment * p.segment_len; end = min(begin + p.segment_len, row_end); }
     __syncthreads();
-    if (threadIdx.x < CHAIN_WARPS * 32) {
-        more_registers();
+    if (threadIdx.x < PrefillBlock::CHAIN_THREADS) {
+        PrefillBlock::be_chain();
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         Chain<true> chain(p, smem, warp, lane, head);
         long long at = ((long long)row * p.H + head) * HEAD * HEAD;
-        if (segment > 0) {
-            long long before = (long long)(unit - 1) * p.H + head;
-            state_load(chain.S, p.local + before * HEAD * HEAD, warp, lane);
-        } else if (p.h0) state_load(chain.S, p.h0 + at, warp, lane);
+        if (segment > 0) state_load(chain.S, p.local + ((long long)(unit - 1) * p.H + head) * HEAD * HEAD, warp, lane);
+        else if (p.h0) state_load(chain.S, p.h0 + at, warp, lane);
         else state_zero(chain.S);
         if (begin < end) chain.run(row, row_begin, true);
         if (end == row_end) state_store(chain.S, (char *)p.hT + at * (p.hT_bf16 ? 2 : 4), p.hT_bf16, warp, lane);
     } else {
-        fewer_registers();
-        Producer<true> producer(p, smem, threadIdx.x - CHAIN_WARPS * 32, head);
-        producer.run(begin, end, row_begin, p.offsets ? p.offsets + row * p.C : nullptr, true, 0);
+        PrefillBlock::be_producer();
+        Producer<true> producer(p, smem, threadIdx.x - PrefillBlock::CHAIN_THREADS, head);
+        producer.run(begin, end, row_begin, p.offsets ? p.offsets + row * p.C : nullptr, 0);
     }
 }
 
-// One block: the effect of one segment of one row and head on the state, as its end state from nothing (`local`) or as the
-// matrix it multiplies the state with (`transfer`). Both first probe: if the transfer of the last PROBE tokens alone is below
-// FORGOTTEN, nothing before them matters, and the local state starts there.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) segments(const __grid_constant__ Params p) {
+// One block: what one segment of one row and head does to the state. Of its two chains the first finds the state that the
+// segment's own tokens leave (`local`), the second the matrix it multiplies an incoming state with (`transfer`).
+// Both walk the last PROBE tokens first: if their transfer alone is below FORGOTTEN, nothing before them matters and the
+// local state is already found. A row's first segment has no need of a transfer: it starts from the true state.
+extern "C" __global__ void __launch_bounds__(SegmentBlock::THREADS, 1) segments(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) char bytes[];
     u32 smem = smem_addr(bytes);
-    float *norm2 = (float *)(bytes + MISC_AT);
-    int head = blockIdx.x % p.H, unit = blockIdx.x / p.H % p.units, row, segment;
-    bool is_transfer = blockIdx.x >= p.units * p.H;
-    if (!find_unit(p, unit, row, segment) || (is_transfer && segment == 0)) return;
-    int row_begin = p.cu[row], row_end = p.cu[row + 1];
-    int begin = row_begin + segment * p.segment_len, end = begin + p.segment_len;
-    if (end >= row_end) return;                                 // nothing follows this segment
-    init_shared(smem);
+    const float *norm2 = (const float *)(bytes + MISC_AT);
+    int head = blockIdx.x % p.H, unit = blockIdx.x / p.H, row, segment;
+    if (!find_unit(p, unit, row, segment)) return;
+    int row_begin = p.cu[row], begin = row_begin + segment * p.segment_len, end = begin + p.segment_len;
+    if (end >= p.cu[row + 1]) return;                           // nothing follows this segment
+    init_shared(smem, 2);
     __syncthreads();
-    bool probing = p.segment_len > PROBE;
-    long long at = (long long)unit * p.H + head;
-    if (threadIdx.x < CHAIN_WARPS * 32) {
-        more_registers();
-        int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int probe = max(begin, end - PROBE);
+    auto forgotten = [&]() {
+        bar_sync(1, SegmentBlock::THREADS);
+        return norm2[0] + norm2[1] + norm2[2] + norm2[3] <= FORGOTTEN * FORGOTTEN;
+    };
+    if (threadIdx.x < SegmentBlock::CHAIN_THREADS) {
+        SegmentBlock::be_chain();
+        int warp = threadIdx.x / 32 % CHAIN_WARPS, lane = threadIdx.x % 32;
+        bool is_transfer = threadIdx.x >= CHAIN_WARPS * 32;
+        long long at = (long long)unit * p.H + head, pair = (long long)row * p.H + head;
         Chain<false> chain(p, smem, warp, lane, head);
-        bool forgotten = false;
-        if (probing) {
-            state_identity(chain.S, warp, lane);
-            chain.run(row, row_begin, false);
-            float sum = 0.f;
-            #pragma unroll
-            for (int m = 0; m < 2; ++m)
-                #pragma unroll
-                for (int t = 0; t < 16; ++t)
-                    #pragma unroll
-                    for (int c = 0; c < 4; ++c) sum += chain.S[m][t][c] * chain.S[m][t][c];
-            #pragma unroll
-            for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-            if (lane == 0) norm2[warp] = sum;
-            bar_sync(0, THREADS);
-            float total = 0.f;
-            for (int w = 0; w < CHAIN_WARPS; ++w) total += norm2[w];
-            forgotten = total <= FORGOTTEN * FORGOTTEN;
-        }
-        if (is_transfer) {
-            if (forgotten) return;
-            state_identity(chain.S, warp, lane);
-        } else if (segment == 0 && p.h0 && !forgotten) {
-            long long h = ((long long)row * p.H + head) * HEAD * HEAD;
-            state_load(chain.S, p.h0 + h, warp, lane);
-        } else state_zero(chain.S);
+        if (is_transfer) state_identity(chain.S, warp, lane); else state_zero(chain.S);
         chain.run(row, row_begin, !is_transfer);
-        state_store(chain.S, (is_transfer ? p.transfer : p.local) + at * HEAD * HEAD, false, warp, lane);
-        if (!is_transfer && threadIdx.x == 0) p.forgotten[at] = forgotten;
-    } else {
-        fewer_registers();
-        Producer<false> producer(p, smem, threadIdx.x - CHAIN_WARPS * 32, head);
-        int tiles = 0;
-        bool forgotten = false;
-        if (probing) {
-            tiles = producer.run(end - PROBE, end, row_begin, nullptr, false, 0);
-            bar_sync(0, THREADS);
-            float total = 0.f;
-            for (int w = 0; w < CHAIN_WARPS; ++w) total += norm2[w];
-            forgotten = total <= FORGOTTEN * FORGOTTEN;
+        if (is_transfer) {
+            float sum = chain.norm2();
+            if (lane == 0) sts_f(smem + MISC_AT + warp * 4, sum);
         }
-        if (is_transfer && forgotten) return;
-        producer.run(forgotten ? end - PROBE : begin, end, row_begin, nullptr, !is_transfer, tiles);
+        bool done = forgotten();
+        if (!done) {
+            if (is_transfer) state_identity(chain.S, warp, lane);
+            else if (segment == 0 && p.h0) state_load(chain.S, p.h0 + pair * HEAD * HEAD, warp, lane);
+            else state_zero(chain.S);
+            chain.run(row, row_begin, !is_transfer);
+        }
+        if (!is_transfer || !done) state_store(chain.S, (is_transfer ? p.transfer : p.local) + at * HEAD * HEAD, false, warp, lane);
+        if (threadIdx.x == 0) p.forgotten[at] = done;
+    } else {
+        SegmentBlock::be_producer();
+        Producer<false> producer(p, smem, threadIdx.x - SegmentBlock::CHAIN_THREADS, head);
+        int tiles = producer.run(probe, end, row_begin, nullptr, 0);
+        if (!forgotten()) producer.run(begin, end, row_begin, nullptr, tiles);
     }
 }
 
