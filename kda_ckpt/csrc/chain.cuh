@@ -51,15 +51,21 @@ DEV void state_store(const State &S, void *to, bool is_bf16, int warp, int lane)
 template <bool OUT> struct Chain {
     const Params &p;
     u32 smem;
-    int warp, lane, head, tile;                                 // `tile` counts all tiles seen, in all phases
-    u32 right, left, small, v_lane;                             // this lane's addresses within a stage
+    int warp, lane, head, slot = 0;                             // `slot`: the stage of the next tile, `turn`: its round's parity
+    u32 turn = 0;
+    u32 right, left, small, v_lane, out_lane;                   // this lane's addresses within a stage
+    const char *out_to;                                         // this lane's 16 bytes of token 0
     State S;
 
-    DEV Chain(const Params &p_, u32 smem_, int warp_, int lane_, int head_) : p(p_), smem(smem_), warp(warp_), lane(lane_), head(head_), tile(0) {
+    DEV Chain(const Params &p_, u32 smem_, int warp_, int lane_, int head_) : p(p_), smem(smem_), warp(warp_), lane(lane_), head(head_) {
         right = once(ChunksFirst(lane).base);
         left = once(RowsFirst(lane).base);
         small = once(small_chunks_first(lane));
         v_lane = once(chunk_at(lane & 15, 4 * warp + (lane >> 4)));     // rows of V 0-15; ^ 32 for rows 16-31
+        if (OUT) {
+            out_lane = once(chunk_at(lane / 4, 4 * warp + lane % 4));
+            out_to = once((const char *)p.out + head * (HEAD * 2) + (4 * warp + lane % 4) * 16);
+        }
     }
 
     DEV void step(u32 stage, bool with_v) {
@@ -135,13 +141,17 @@ template <bool OUT> struct Chain {
         return sum;
     }
 
-    DEV void write_out(u32 stage, int first, int tokens) {      // 64 bytes of each token, four lanes a token
+    // The tile's output, from where `step` left it: 64 bytes of each token, four lanes a token, in two halves of the tile.
+    struct OutPart { uint4 x[2]; };
+    DEV OutPart read_out(u32 stage) {
         __syncwarp();
+        return {{lds_u4(stage + out_lane + V_AT), lds_u4(stage + (out_lane ^ 64) + 8 * 256 + V_AT)}};
+    }
+    DEV void write_out(const OutPart &part, int first, int tokens) {
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            int row = half * 8 + lane / 4, chunk = 4 * warp + lane % 4;
-            uint4 x = lds_u4(stage + V_AT + chunk_at(row, chunk));
-            if (row < tokens) *(uint4 *)((char *)p.out + (u64)(u32)(first + row) * p.out_stride + head * (HEAD * 2) + chunk * 16) = x;
+            int row = half * 8 + lane / 4;
+            if (row < tokens) *(uint4 *)wide(first + row, p.out_stride, out_to) = part.x[half];
         }
     }
 
@@ -155,17 +165,19 @@ template <bool OUT> struct Chain {
 
     // Walk the tiles of one phase, in the order the producers make them; not to be called for an empty one.
     DEV void run(int row, int row_begin, bool with_v) {
-        for (bool last = false; !last; ++tile) {
-            int n = tile >> 1, s = (tile & 1) * (STAGES / 2) + n % (STAGES / 2);
-            u32 stage = smem + s * STAGE_BYTES;
-            mbar_wait(bar_ready(smem, s), (n / (STAGES / 2)) & 1);
-            uint4 meta = lds_u4(stage + META_AT);               // first token, tokens, last of the phase, checkpoint here
-            step(stage, with_v);
-            if (OUT) write_out(stage, meta.x, meta.y);
+        for (bool last = false; !last;) {
+            mbar_wait(bar_ready(smem, slot), turn);
+            u32 at = smem + slot * STAGE_BYTES;
+            uint4 meta = lds_u4(at + META_AT);                  // first token, tokens, last of the phase, checkpoint here
+            step(at, with_v);
+            OutPart part;
+            if (OUT) part = read_out(at);
             __syncwarp();
-            if (lane == 0) mbar_arrive(bar_free(smem, s));
+            if (lane == 0) mbar_arrive(bar_free(smem, slot));
+            if (OUT) write_out(part, meta.x, meta.y);
             if (OUT && meta.w) write_checkpoints(row, meta.x + meta.y - row_begin);
             last = meta.z;
+            if (++slot == STAGES) { slot = 0; turn ^= 1; }
         }
     }
 };

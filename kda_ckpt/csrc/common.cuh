@@ -14,7 +14,7 @@ constexpr int GROUPS = 2;              // producer groups of four warps; group p
 constexpr int GROUP_THREADS = 128;
 constexpr int RING = 4;                // tiles of a group between being scaled and being solved
 constexpr int LOAD_AHEAD = 3;          // a group fetches this many of its own tiles ahead
-constexpr int PROBE = 64;              // tokens of the warm-up that may prove a segment forgotten
+constexpr int PROBE = 32;              // tokens of the warm-up that may prove a segment forgotten
 constexpr float FORGOTTEN = 1.52587890625e-5f;   // 2^-16: bound on the Frobenius norm of the warm-up's transfer
 constexpr float LOG2E = 1.4426950408889634f;
 
@@ -84,6 +84,10 @@ DEV u32 pack(float lo, float hi) {                                 // two floats
     u32 y; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo)); return y;
 }
 DEV u32 once(u32 x) { asm volatile("" : "+r"(x)); return x; }            // keeps the compiler from computing x anew in a loop
+template <typename T> DEV T *once(T *x) { asm volatile("" : "+l"(x)); return x; }
+DEV const char *wide(u32 token, u32 stride, const char *base) {    // base + token * stride, in one instruction
+    const char *x; asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(x) : "r"(token), "r"(stride), "l"(base)); return x;
+}
 DEV float sigmoid(float x) { return rcp(1.f + ex2(-LOG2E * x)); }
 
 // One word at a time: a paired load, or a second way to come by a value (bf16, say), and the chain's loop would move the

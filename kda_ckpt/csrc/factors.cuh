@@ -39,6 +39,7 @@ template <bool OUT> struct Producer {
     int made;                                                   // tiles this group has made so far, in all phases
     u32 pair_base;                                              // this thread's channel pair and half of the tokens
     const char *q_from, *k_from, *v_from, *g_from;              // this thread's 16 bytes of token 0
+    u32 to_lane;                                                // and where they go, for the first half of a tile
 
     DEV Producer(const Params &p_, u32 smem_, int tid, int head_) : p(p_), smem(smem_), head(head_) {
         group = tid / GROUP_THREADS; thread = tid % GROUP_THREADS; warp = thread / 32; lane = thread % 32; made = 0;
@@ -50,17 +51,18 @@ template <bool OUT> struct Producer {
         u32 column = head * (HEAD * 2) + (thread & 15) * 16;
         q_from = (const char *)p.q + column; k_from = (const char *)p.k + column;
         v_from = (const char *)p.v + column; g_from = (const char *)p.g + column;
-        if (OUT) asm volatile("" : "+l"(q_from), "+l"(k_from), "+l"(v_from), "+l"(g_from));      // not to be computed anew
+        to_lane = once(chunk_at(thread >> 4, thread & 15));
+        if (OUT) { q_from = once(q_from); k_from = once(k_from); v_from = once(v_from); g_from = once(g_from); }
     }
     // Beside two chains registers are few: what follows from the lane is worked out anew in each tile.
     DEV int fresh_lane() const { return OUT ? lane : (int)once((u32)lane); }
     // Tile n of this group is tile 2 n + group of the block.
-    DEV int stage_of(int n) const { return group * (STAGES / 2) + n % (STAGES / 2); }
+    DEV int stage_of(int n) const { return 2 * (n % (STAGES / 2)) + group; }
     DEV u32 turn_of(int n) const { return (n / (STAGES / 2)) & 1; }
     DEV u32 ring_turn(int n) const { return (n / RING) & 1; }
 
     DEV void fetch(int n, int first, int tokens, bool last, bool cut) {
-        int s = stage_of(n), chunk = thread & 15;
+        int s = stage_of(n), row = thread >> 4;
         u32 stage = smem + s * STAGE_BYTES;
         mbar_wait(bar_free(smem, s), turn_of(n) ^ 1);
         if (thread == 0) {
@@ -70,14 +72,13 @@ template <bool OUT> struct Producer {
         }
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            int row = (thread >> 4) + 8 * half;
-            bool valid = row < tokens;
-            u64 token = (u32)(first + min(row, tokens - 1));
-            u32 to = stage + chunk_at(row, chunk);
-            if (OUT) cp_async16(to + Q_AT, q_from + token * p.q_stride, valid);
-            cp_async16(to + K_AT, k_from + token * p.k_stride, valid);
-            cp_async16(to + G_AT, g_from + token * p.g_stride, valid);
-            cp_async16(to + V_AT, v_from + token * p.v_stride, valid);
+            bool valid = row + 8 * half < tokens;
+            u32 token = first + (valid ? row + 8 * half : 0);
+            u32 to = stage + (to_lane ^ (half * 64)) + half * 8 * 256;
+            if (OUT) cp_async16(to + Q_AT, wide(token, p.q_stride, q_from), valid);
+            cp_async16(to + K_AT, wide(token, p.k_stride, k_from), valid);
+            cp_async16(to + G_AT, wide(token, p.g_stride, g_from), valid);
+            cp_async16(to + V_AT, wide(token, p.v_stride, v_from), valid);
         }
         mbar_arrive_when_copied(bar_loaded(smem, s));
     }
