@@ -33,7 +33,7 @@ class KDAResult(NamedTuple):
 
 # %% ../nbs/00_torch_backend.ipynb #8842b566
 class Backend:
-    """One way to run Kimi Delta Attention: a name, the alignment of its checkpoints, and five methods.
+    """One way to run Kimi Delta Attention: what it can (`available`, `supports`), and four methods.
 
     Shapes: T packed tokens, N rows, H heads, D = K = V head dim, C = 3*H*D channels ordered [q | k | v], W the
     convolution's width. States are `[N, H, V, K]`, V first.
@@ -261,7 +261,7 @@ def load_tiles(q, k, v, g, beta, at, pad, dtype, *, A_log, dt_bias, lower_bound)
     by_token = g.view(-1, H, TILE, D).transpose(1, 2)
     log_a = log_decay(by_token, A_log, dt_bias, lower_bound).transpose(1, 2).reshape(g.shape)
     if pad is not None:
-        k, log_a, beta = (x.masked_fill_(pad, 0) for x in (k, log_a, beta))
+        log_a, beta = log_a.masked_fill_(pad, 0), beta.masked_fill_(pad, 0)
     return q, k, v, log_a, beta
 
 # %% ../nbs/00_torch_backend.ipynb #eef322f1
@@ -345,7 +345,8 @@ class TorchPrefill(Backend):
         )[1:]  # fmt: skip
         tiles = cut_tiles(cu, offsets)
         dtype, rows = torch.promote_types(q.dtype, torch.float32), tiles.rows.to(q.device)
-        state = q.new_zeros(N, H, D, D, dtype=dtype) if initial_state is None else initial_state[rows].to(dtype)
+        before = q.new_zeros(1, H, D, D).expand(N, -1, -1, -1) if initial_state is None else initial_state
+        state = before[rows].to(dtype).contiguous()
         target = out if out is not None and out.is_contiguous() else q.new_empty(q.shape)
         saved = checkpoint_state
         if saved is None and offsets is not None:

@@ -199,10 +199,10 @@ def cut_tiles(cu_seqlens: Tensor, offsets: Tensor | None = None) -> Tiles:
     row, start, size = row[order], start[order], size[order]
     tokens = (cu[row] + start)[:, None] + torch.minimum(torch.arange(TILE), size[:, None] - 1)
 
-    wanted = (offsets.reshape(-1) > 0).nonzero().flatten()
-    place = {at: tile for tile, at in enumerate(zip(row.tolist(), start.tolist()))}
-    at = zip((wanted // offsets.shape[1]).tolist(), offsets.reshape(-1)[wanted].tolist())
-    exports = torch.tensor([place[each] for each in at], dtype=torch.long)
+    flat = offsets.reshape(-1)
+    wanted = (flat > 0).nonzero().flatten()
+    tile_at = cu.new_empty(int(cu[-1])).index_copy_(0, tokens[:, 0], torch.arange(len(tokens)))  # by its first token
+    exports = tile_at[cu[wanted // offsets.shape[1]] + flat[wanted]]
     steps = [0, *step.bincount().cumsum(0).tolist()] if len(step) else [0]
     return Tiles(tokens, size, steps, longest_first, exports, wanted)
 

@@ -71,7 +71,10 @@ def test_every_gate_and_every_beta_at_its_extreme(gate, logit):
     x = random_inputs([1, 15, 16, 17, 100, 600], 2, 16, "fast")
     x |= dict(A_log=torch.zeros(2), dt_bias=torch.zeros(2, 16), g=torch.full_like(x["g"], gate))
     x |= dict(beta=torch.full_like(x["beta"], logit))
-    assert_close(BACKEND.prefill(**x), kda_recurrent(**x))
+    result, truth = BACKEND.prefill(**x), kda_recurrent(**x)
+    assert_close(result, truth)
+    for n in range(3):  # by itself, even where e^-75 is all that is left
+        assert relative_error(result.final_state[n], truth.final_state[n]) <= 1e-5
 
 
 def test_repeated_keys_without_forgetting():
@@ -191,6 +194,7 @@ def test_many_groups_equal_one(monkeypatch):
 def test_given_buffers_are_filled_and_the_rest_is_left_alone():
     x = random_inputs([40, 20, 0], 2, 8, "mixed")
     offsets = torch.tensor([[0, 9], [0, 0], [0, 0]])
+    x["initial_state"] = x["initial_state"].transpose(0, 3).contiguous().transpose(0, 3)
     truth = kda_recurrent(**x, checkpoint_offsets=offsets)
     out = torch.full((60, 4, 8), 7.0)[:, ::2]  # every buffer a strided view
     final = torch.full((3, 2, 8, 16), 7.0, dtype=torch.bfloat16)[..., ::2]
