@@ -422,7 +422,7 @@ def decode_attention(
     weights = (scores * scale).masked_fill(beyond[:, None], -torch.inf).softmax(-1)
     return weights.to(q.dtype) @ latents[..., :rank]
 
-# %% ../nbs/07_hybrid_layers.ipynb #4371e58e
+# %% ../nbs/07_hybrid_layers.ipynb #7d09a4ff
 def prefill_starts(meta: AttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
     """int32 [N + 1] starts of the prefill rows among the prefill queries, and among their keys; kept for the next layer."""
     if "prefill_starts" not in vars(meta):
@@ -523,7 +523,7 @@ def grouped_matmul(
 
     scale: float32 [M]; with it weight is [E, 2·N, K], and the result is its SwiGLU times each row's scale
     """
-    if takes_grouped(x):
+    if takes_grouped(x, len(weight), scale is not None):
         return grouped_triton(x, weight, ends, scale)
     if scale is not None:
         return swiglu(grouped_matmul(x, weight, ends), scale)

@@ -23,13 +23,30 @@ from kda_ckpt.model import KimiLinear
 
 KINDS = {
     "attention": ("flash", "fmha", "sdpa", "latent_attention", "paged_attention", "join_splits"),
-    "experts": ("grouped", "group_gemm", "cutlass::device_kernel<at::cuda::detail::enable"),
+    "experts": (
+        "grouped",
+        "group_gemm",
+        "device_kernelin2at4cuda6detail",
+        "cutlass::device_kernel<at::cuda::detail::enable",
+    ),
     "matrix products": ("gemm", "nvjet", "cublas", "cutlass", "gemv", "splitk"),
     "sort and topk": ("sort", "topk", "radix", "searchsorted", "bitonic", "_choose", "_count", "_place"),
     "copies, gathers": ("copy", "index", "gather", "scatter", "memcpy", "memset", "cat", "rows", "latents", "states"),
     "norms, reductions": ("norm", "reduce", "softmax"),
     "elementwise": ("elementwise", "vectorized", "swiglu"),
-    "KDA": ("kda", "prefill", "segments", "chain", "stitch", "tile", "conv", "store_", "decode"),
+    "KDA": (
+        "kda",
+        "prefill",
+        "table_kernel",
+        "prepare_kernel",
+        "segments",
+        "chain",
+        "stitch",
+        "tile",
+        "conv",
+        "store_",
+        "decode",
+    ),
 }
 
 
