@@ -422,7 +422,7 @@ def decode_attention(
     weights = (scores * scale).masked_fill(beyond[:, None], -torch.inf).softmax(-1)
     return weights.to(q.dtype) @ latents[..., :rank]
 
-# %% ../nbs/07_hybrid_layers.ipynb #7d09a4ff
+# %% ../nbs/07_hybrid_layers.ipynb #c9e9cf41
 def prefill_starts(meta: AttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
     """int32 [N + 1] starts of the prefill rows among the prefill queries, and among their keys; kept for the next layer."""
     if "prefill_starts" not in vars(meta):
