@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import linecache
+import os
 import re
 import sys
 import traceback
@@ -503,6 +504,7 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line (`sys.argv` by default) and exit: 0 success, 1 a check failed, 2 bad input, 130 interrupted."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         code = app(args=arguments, prog_name="kda-ckpt", standalone_mode=False)
     except UsageError as error:

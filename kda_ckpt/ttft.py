@@ -552,15 +552,23 @@ def sentence(point: dict[str, Any], cost: ForwardCost) -> str:
     ttft, ways = point["changes"]["ttft_mean"], point["ways"]
     where = f"Prompts of {point['prompt_len']} tokens at concurrency {point['concurrency']}"
     size = f"{ttft['percent']:+.1f} % ({ttft['low']:+.1f} to {ttft['high']:+.1f})"
-    forwards = f"{ways['internal']['forwards_per_prefill']:.2f} forwards a prefill instead of {ways['split']['forwards_per_prefill']:.2f}"
+    counts = (f"{ways[way]['forwards_per_prefill']:.2f}" for way in ("internal", "split"))
+    forwards = "{} forwards a prefill instead of {}".format(*counts)
     fixed = f"a forward costs {1e3 * cost.fixed:.1f} ms plus {1e6 * cost.per_token:.0f} µs a token here"
     if ttft["low"] <= 0 <= ttft["high"]:
-        return f"{where}: no clear change of the mean TTFT, {size}; {forwards}; {fixed}."
-    if ttft["percent"] > 0:
-        return f"{where}: the mean TTFT is longer with internal checkpoints, {size}; {forwards}."
-    if ttft["percent"] > -5:
-        return f"{where}: the gain is small, {size} of the mean TTFT; {forwards}; {fixed}, so little is saved by having fewer."
-    return f"{where}: the mean TTFT changes by {size}; {forwards}."
+        text = f"no clear change of the mean TTFT, {size}; {forwards}; {fixed}"
+    elif ttft["percent"] > 0:
+        text = f"the mean TTFT is longer with internal checkpoints, {size}; {forwards}"
+    elif ttft["percent"] > -5:
+        text = f"the gain is small, {size} of the mean TTFT; {forwards}, but {fixed}, so little is saved"
+    else:
+        text = f"the mean TTFT changes by {size}; {forwards}"
+    if point["concurrency"] > 1:
+        predicted, order = (point[name]["ttft_mean"] for name in ("predicted", "predicted_tokens_only"))
+        text += (
+            f"; the replay predicts {predicted:+.1f} %, and {order:+.1f} % if forwards cost nothing but their tokens"
+        )
+    return f"{where}: {text}."
 
 # %% ../nbs/09_ttft.ipynb #42a7858a
 def cpu_name() -> str:
@@ -711,6 +719,7 @@ def run_ttft(config: TTFTConfig, *, llm: LLM | None = None, progress: Progress |
             num_blocks=llm.cache.config.num_blocks,
         )
         report["predicted"] = predict_changes(plan, cost)
+        report["predicted_tokens_only"] = predict_changes(plan, ForwardCost(0.0, 1.0, 1.0))
     checks, failures = check_points(points, config)
     return TTFTResult(
         config=asdict(config),
