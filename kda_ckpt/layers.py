@@ -16,6 +16,24 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kda_ckpt.fused import (
+    add_rms_norm,
+    choose_experts,
+    combine_rows,
+    context_latents,
+    fits_tiles,
+    gated_rms_norm,
+    latent_attention,
+    paged_attention,
+    read_states,
+    rms_norm,
+    scatter_rows,
+    sort_by_expert,
+    store_latents,
+    swiglu,
+    uses_kernels,
+    write_states,
+)
 from .spec import MambaSpec, MLAAttentionSpec, check_int
 
 if TYPE_CHECKING:
@@ -23,12 +41,11 @@ if TYPE_CHECKING:
     from kda_ckpt.metadata import AttentionMetadata, BatchMetadata, KDAMetadata
 
 # %% auto #0
-__all__ = ['FLOAT32_WEIGHTS', 'LayerCache', 'ModelConfig', 'check_config', 'read_config', 'rms_norm', 'swiglu', 'matmul_float32',
-           'gated_rms_norm', 'SeededWeights', 'KDACache', 'MLACache', 'read_slots', 'kda_shapes', 'spread_gates',
-           'time_constants', 'MambaLayer', 'KDALayer', 'decode_rows', 'prefill_rows', 'mla_shapes', 'write_latents',
-           'context_latents', 'padded_latents', 'row_attention', 'prefill_attention', 'decode_attention', 'MLALayer',
-           'mlp_shapes', 'moe_shapes', 'route', 'grouped_matmul', 'expert_mlp', 'MLP', 'MoE', 'DecoderLayer',
-           'parameter_shapes', 'active_numel']
+__all__ = ['FLOAT32_WEIGHTS', 'LayerCache', 'ModelConfig', 'check_config', 'read_config', 'matmul_float32', 'SeededWeights',
+           'KDACache', 'MLACache', 'kda_shapes', 'spread_gates', 'time_constants', 'MambaLayer', 'KDALayer',
+           'decode_rows', 'prefill_rows', 'mla_shapes', 'padded_latents', 'row_attention', 'takes_tiles',
+           'prefill_attention', 'decode_attention', 'prefill_starts', 'MLALayer', 'mlp_shapes', 'moe_shapes', 'route',
+           'grouped_matmul', 'expert_mlp', 'MLP', 'MoE', 'DecoderLayer', 'parameter_shapes', 'active_numel']
 
 # %% ../nbs/07_hybrid_layers.ipynb #6a2d526e
 @dataclass(frozen=True, kw_only=True)
@@ -142,27 +159,11 @@ def read_config(path: Path) -> ModelConfig:
     return ModelConfig(**values)
 
 # %% ../nbs/07_hybrid_layers.ipynb #a7cb81b0
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root mean square norm over the last dimension."""
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """[..., 2·I] → [..., I]: SiLU of the first half times the second."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
 def matmul_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b, both [M, K] and [K, N] or with one batch dimension, summed and returned in float32."""
     if a.is_cuda and a.dtype != torch.float32:
         return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
-
-
-def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """KDA's output norm: RMS norm over the head dimension times the sigmoid of `gate`, both [T, H, D]."""
-    return rms_norm(x, weight, eps) * gate.sigmoid()
 
 # %% ../nbs/07_hybrid_layers.ipynb #d4b96d32
 FLOAT32_WEIGHTS = ("A_log", "dt_bias", "router_bias")
@@ -207,12 +208,6 @@ class MLACache:
 
 
 LayerCache = KDACache | MLACache
-
-
-def read_slots(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Gather cache[slots] for int64 [N] slots; slot 0, the null block, reads as zeros whatever it holds."""
-    fresh = (slots == 0).view(-1, *[1] * (cache.dim() - 1))
-    return cache.index_select(0, slots).masked_fill_(fresh, 0)
 
 # %% ../nbs/07_hybrid_layers.ipynb #438fb3aa
 def kda_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -331,14 +326,13 @@ def prefill_rows(
     backend, cache, n, cu_seqlens = layer.backend, layer.cache, meta.num_decodes, meta.cu_seqlens
     load, store, checkpoint = meta.load_slots[n:], meta.store_slots[n:], meta.checkpoint
     offsets = None if checkpoint is None else checkpoint.checkpoint_offsets
-    windows, states = read_slots(cache.conv, load), read_slots(cache.state, load)
+    windows, states = read_states(cache.conv, cache.state, load)
     y, last_windows = backend.conv_prefill(qkv, layer.conv_weight, cu_seqlens=cu_seqlens, initial_windows=windows)
     q, k, v = y.unflatten(-1, (3, *gate.shape[1:])).unbind(1)
     result = backend.prefill(
         q, k, v, gate, beta, **layer.gate, cu_seqlens=cu_seqlens, initial_state=states, checkpoint_offsets=offsets
     )
-    cache.conv.index_copy_(0, store, last_windows.to(cache.conv.dtype))
-    cache.state.index_copy_(0, store, result.final_state.to(cache.state.dtype))
+    write_states(cache.conv, cache.state, last_windows, result.final_state, store)
     if checkpoint is not None:
         backend.store_cache_checkpoints(
             conv_cache=cache.conv, state_cache=cache.state, x=qkv, initial_windows=windows, cu_seqlens=cu_seqlens,
@@ -358,22 +352,6 @@ def mla_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 # %% ../nbs/07_hybrid_layers.ipynb #5851e912
-def write_latents(cache: torch.Tensor, latents: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Put latents [T, L] at their places block_id · block_size + offset in the cache [slots, block_size, L]."""
-    block_size = cache.shape[1]
-    cache[slot_mapping // block_size, slot_mapping % block_size] = latents
-
-
-def context_latents(
-    cache: torch.Tensor, block_table: torch.Tensor, cu_seqlens: torch.Tensor, total: int
-) -> torch.Tensor:
-    """All latents of all rows, packed: [total, L], row n at cu_seqlens[n] : cu_seqlens[n+1]."""
-    lens, block_size = cu_seqlens.diff(), cache.shape[1]
-    rows = torch.repeat_interleave(torch.arange(len(lens), device=cache.device), lens, output_size=total)
-    position = torch.arange(total, device=cache.device) - cu_seqlens[rows]
-    return cache[block_table[rows, position // block_size], position % block_size]
-
-
 def padded_latents(
     cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int
 ) -> torch.Tensor:
@@ -398,6 +376,11 @@ def row_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: floa
         keys, values = k[:, :, : context + last], v[:, :, : context + last]
         slices.append(F.scaled_dot_product_attention(q[:, :, first:last], keys, values, attn_mask=mask, scale=scale))
     return torch.cat(slices, dim=2)[0].transpose(0, 1)
+
+
+def takes_tiles(x: torch.Tensor, *widths: int) -> bool:
+    """Whether attention with heads of these widths runs in kernels of our own: on a GPU, in bf16 or fp16."""
+    return uses_kernels(x) and x.dtype in (torch.bfloat16, torch.float16) and fits_tiles(*widths)
 
 
 def prefill_attention(
@@ -429,11 +412,25 @@ def decode_attention(
 
     block_table int32 [B, max_blocks]; seq_lens int32 [B], each ≥ 1 and ≤ max_seq_len, counting the query's own token.
     """
+    if takes_tiles(q, rank, q.shape[-1] - rank):
+        return paged_attention(q, cache, block_table, seq_lens, max_seq_len, rank, scale)
     latents = padded_latents(cache, block_table, seq_lens, max_seq_len)
     scores = matmul_float32(q, latents.mT)
     beyond = torch.arange(max_seq_len, device=q.device) >= seq_lens[:, None]
     weights = (scores * scale).masked_fill(beyond[:, None], -torch.inf).softmax(-1)
     return weights.to(q.dtype) @ latents[..., :rank]
+
+# %% ../nbs/07_hybrid_layers.ipynb #8c94237f
+def prefill_starts(meta: AttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 [N + 1] starts of the prefill rows among the prefill queries, and among their keys; kept for the next layer."""
+    if "prefill_starts" not in vars(meta):
+        n = meta.num_decodes
+        cu_q = meta.query_start_loc[n:] - n if n else meta.query_start_loc
+        cu_k = cu_q
+        if meta.seq_lens_cpu[n:] != meta.query_lens_cpu[n:]:
+            cu_k = F.pad(meta.seq_lens[n:].cumsum(0, dtype=torch.int32), (1, 0))
+        meta.prefill_starts = cu_q, cu_k
+    return meta.prefill_starts
 
 # %% ../nbs/07_hybrid_layers.ipynb #9e8c4f4b
 class MLALayer(nn.Module):
@@ -458,8 +455,8 @@ class MLALayer(nn.Module):
         """x [T, hidden] → [T, hidden]; writes the tokens' latents, then attends to the cache."""
         q, latent, shared = F.linear(x, self.in_proj).split(self.sizes, dim=-1)
         q, n = q.unflatten(-1, (self.heads, -1)), meta.num_decodes
-        latents = torch.cat([rms_norm(latent, self.latent_norm, self.config.rms_norm_eps), shared], dim=-1)
-        write_latents(self.cache.latent, latents, meta.slot_mapping)
+        eps, cache, slots = self.config.rms_norm_eps, self.cache.latent, meta.slot_mapping
+        latents = store_latents(latent, shared, self.latent_norm, eps, cache, slots)
         parts = []
         if n:
             parts.append(self.decode(q[:n], meta))
@@ -481,15 +478,17 @@ class MLALayer(nn.Module):
 
     def prefill(self, q: torch.Tensor, latents: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         """Prefill rows over their cached context and themselves: q [T, H, nope + rope] → [T, H, v_dim]."""
-        n, cu_q = meta.num_decodes, meta.query_start_loc[meta.num_decodes :] - meta.num_decodes
-        lens_q, lens_k, cu_k = meta.query_lens_cpu[n:], meta.seq_lens_cpu[n:], cu_q
+        n, (cu_q, cu_k) = meta.num_decodes, prefill_starts(meta)
+        lens_q, lens_k = meta.query_lens_cpu[n:], meta.seq_lens_cpu[n:]
         if lens_k != lens_q:
-            cu_k = F.pad(meta.seq_lens[n:].cumsum(0, dtype=torch.int32), (1, 0))
-            latents = context_latents(self.cache.latent, meta.block_table[n:], cu_k, sum(lens_k))
+            latents = context_latents(self.cache.latent, meta.block_table[n:], cu_k, lens_k)
         expanded = F.linear(latents[:, : self.rank], self.kv_b).unflatten(-1, (self.heads, -1))
+        starts, shared = {"cu_q": cu_q, "cu_k": cu_k, "scale": self.scale}, latents[:, self.rank :]
+        if takes_tiles(q, self.nope, self.rope, self.v_dim):
+            return latent_attention(q, expanded, shared, max_query_len=max(lens_q), **starts)
         k, v = expanded.split([self.nope, self.v_dim], dim=-1)
-        k = torch.cat([k, latents[:, None, self.rank :].expand(-1, self.heads, -1)], dim=-1)
-        return prefill_attention(q, k, v, cu_q=cu_q, cu_k=cu_k, lens_q=lens_q, lens_k=lens_k, scale=self.scale)
+        k = torch.cat([k, shared[:, None].expand(-1, self.heads, -1)], dim=-1)
+        return prefill_attention(q, k, v, lens_q=lens_q, lens_k=lens_k, **starts)
 
 # %% ../nbs/07_hybrid_layers.ipynb #2ef3d826
 def mlp_shapes(hidden: int, width: int) -> dict[str, tuple[int, ...]]:
@@ -512,10 +511,7 @@ def route(
     x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor, top_k: int, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts int64 [T, k] and their float32 weights [T, k] for x [T, hidden]."""
-    scores = matmul_float32(x, router.T).sigmoid()
-    experts = (scores + bias).topk(top_k, dim=-1, sorted=False).indices
-    weights = scores.gather(-1, experts)
-    return experts, weights * (scaling / weights.sum(-1, keepdim=True))
+    return choose_experts(matmul_float32(x, router.T), bias, top_k, scaling)
 
 # %% ../nbs/07_hybrid_layers.ipynb #6ef47518
 def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -537,17 +533,17 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) ->
 
 
 def expert_mlp(
-    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
-    """Weighted sum of each token's experts: x [T, hidden], experts and weights [T, k] → [T, hidden]."""
-    tokens, top_k = experts.shape
-    chosen, order = experts.flatten().int().sort(stable=True)
-    numbers = torch.arange(len(gate_up), dtype=torch.int32, device=x.device)
-    ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
-    hidden = swiglu(grouped_matmul(x.index_select(0, order // top_k), gate_up, ends))
-    hidden = hidden * weights.flatten()[order, None].to(hidden.dtype)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    return grouped_matmul(hidden, down, ends).index_select(0, place).view(tokens, top_k, -1).sum(1)
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+    shared: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Weighted sum of each token's experts: x [T, hidden], experts and weights [T, k] → [T, hidden].
+
+    shared, residual: [T, hidden], what else is added
+    """
+    places, ends = sort_by_expert(experts, len(gate_up))
+    rows, scale = scatter_rows(x, weights, places)
+    hidden = swiglu(grouped_matmul(rows, gate_up, ends), scale)
+    return combine_rows(grouped_matmul(hidden, down, ends), places, shared, residual)
 
 # %% ../nbs/07_hybrid_layers.ipynb #8eef108c
 class MLP(nn.Module):
@@ -558,9 +554,10 @@ class MLP(nn.Module):
         for key, shape in mlp_shapes(hidden, width).items():
             setattr(self, key, weights(f"{name}.{key}", shape))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
-        return F.linear(swiglu(F.linear(x, self.gate_up)), self.down)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, hidden] → [T, hidden], added to `residual` if given."""
+        out = F.linear(swiglu(F.linear(x, self.gate_up)), self.down)
+        return out if residual is None else residual + out
 
 
 class MoE(nn.Module):
@@ -574,12 +571,12 @@ class MoE(nn.Module):
         shared = config.num_shared_experts * config.moe_intermediate_size
         self.shared = MLP(config.hidden_size, shared, f"{name}.shared", weights) if shared else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, hidden] → [T, hidden], added to `residual` if given."""
         top_k, scaling = self.config.num_experts_per_token, self.config.routed_scaling_factor
         experts, weights = route(x, self.router, self.router_bias, top_k, scaling)
-        out = expert_mlp(x, experts, weights, self.gate_up, self.down)
-        return out if self.shared is None else out + self.shared(x)
+        shared = None if self.shared is None else self.shared(x)
+        return expert_mlp(x, experts, weights, self.gate_up, self.down, shared, residual)
 
 # %% ../nbs/07_hybrid_layers.ipynb #38bce389
 class DecoderLayer(nn.Module):
@@ -603,8 +600,9 @@ class DecoderLayer(nn.Module):
     def forward(self, x: torch.Tensor, meta: BatchMetadata) -> torch.Tensor:
         """x [T, hidden] → [T, hidden]."""
         mixer_meta = meta.attention if self.is_full_attention else meta.kda
-        x = x + self.mixer(rms_norm(x, self.mixer_norm, self.eps), mixer_meta)
-        return x + self.ffn(rms_norm(x, self.ffn_norm, self.eps))
+        mixed = self.mixer(rms_norm(x, self.mixer_norm, self.eps), mixer_meta)
+        x, normed = add_rms_norm(x, mixed, self.ffn_norm, self.eps)
+        return self.ffn(normed, residual=x)
 
 # %% ../nbs/07_hybrid_layers.ipynb #2af7f33f
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

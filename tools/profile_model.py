@@ -1,8 +1,9 @@
-"""Where the time of a forward goes: one prefill, its tail, and a decode step, by kind of kernel.
+"""Where the time of a forward goes: one prefill, its tail, and decode steps, by kind of kernel, plain and fused.
 
     python tools/profile_model.py --preset kimi_linear_48b --backend cuda [--out nbs/results/profile_h200.json]
 
-Times are medians of device events around `LLM._forward` alone; shares come from torch's profiler in a separate run.
+Times are medians of whole engine steps; the kinds' shares come from torch's profiler in a separate run. "plain" is the
+same model with the kernels of `kda_ckpt.fused` switched off.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from collections import defaultdict
 
 import torch
 
+from kda_ckpt import fused
 from kda_ckpt.engine import LLM, SamplingParams, build_model
+from kda_ckpt.model import KimiLinear
 
 KINDS = {
-    "attention": ("flash", "fmha", "sdpa"),
+    "attention": ("flash", "fmha", "sdpa", "latent_attention", "paged_attention", "join_splits"),
     "experts": ("grouped", "group_gemm", "cutlass::device_kernel<at::cuda::detail::enable"),
-    "KDA": ("kda", "chain", "stitch", "tile", "conv", "store_", "decode_kernel"),
     "matrix products": ("gemm", "nvjet", "cublas", "cutlass", "gemv", "splitk"),
-    "sort and topk": ("sort", "topk", "radix", "searchsorted", "bitonic", "gathertopk"),
-    "copies, gathers": ("copy", "index", "gather", "scatter", "memcpy", "memset", "cat"),
+    "sort and topk": ("sort", "topk", "radix", "searchsorted", "bitonic", "_choose", "_count", "_place"),
+    "copies, gathers": ("copy", "index", "gather", "scatter", "memcpy", "memset", "cat", "rows", "latents", "states"),
     "norms, reductions": ("norm", "reduce", "softmax"),
-    "elementwise": ("elementwise", "vectorized"),
+    "elementwise": ("elementwise", "vectorized", "swiglu"),
+    "KDA": ("kda", "prefill", "segments", "chain", "stitch", "tile", "conv", "store_", "decode"),
 }
 
 
@@ -56,20 +59,46 @@ def timed(llm: LLM, lengths: list[int], decode: int, repeats: int) -> dict:
 
 
 def profiled(llm: LLM, lengths: list[int], decode: int, top: int) -> dict:
-    """Device milliseconds by kind, and the largest kernels, of one such run."""
+    """Device milliseconds and launches of one step, by kind and for the largest kernels: of the prefill, or of decoding."""
     llm.reset()
+    for n in lengths:
+        llm.add_request(random.choices(range(llm.model.config.vocab_size), k=n), SamplingParams(decode))
+    while decode > 1 and not (llm.steps and llm.steps[-1].num_prefill_rows == 0):
+        llm.step()
+    before = len(llm.steps)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        steps(llm, lengths, decode)
+        while llm.has_unfinished:
+            llm.step()
         torch.cuda.synchronize()
+    steps = len(llm.steps) - before
     kinds, kernels = defaultdict(float), []
     for event in profile.key_averages():
         if event.device_time_total:
-            kinds[kind_of(event.key)] += event.self_device_time_total / 1e3
-            kernels.append((round(event.self_device_time_total / 1e3, 2), event.count, event.key[:110]))
+            ms = event.self_device_time_total / 1e3 / steps
+            kinds[kind_of(event.key)] += ms
+            kernels.append((round(ms, 3), event.count // steps, event.key[:110]))
     return {
+        "launches": sum(kernel[1] for kernel in kernels),
         "kinds_ms": {k: round(v, 2) for k, v in sorted(kinds.items(), key=lambda kv: -kv[1])},
         "top": sorted(kernels)[::-1][:top],
     }
+
+
+def measured(model: KimiLinear, repeats: int, top: int) -> list[dict]:
+    """All cases, first timed, then profiled."""
+    llm = LLM(model, max_num_scheduled_tokens=16384, max_model_len=16384, max_num_seqs=16, cache_memory_bytes=6 * 10**9)
+    cases = []
+    for lengths, decode in (([8000], 1), ([7680], 1), ([320], 1), ([512] * 16, 9)):
+        timed(llm, lengths, decode, 1)  # compiles and records what it needs
+        case = timed(llm, lengths, decode, repeats)
+        print(json.dumps(case), flush=True)
+        if lengths != [7680]:
+            case |= profiled(llm, lengths, decode, top)
+            print("   ", case["launches"], "launches", json.dumps(case["kinds_ms"]))
+            for line in case["top"]:
+                print("   ", *line)
+        cases.append(case)
+    return cases
 
 
 def main() -> None:
@@ -78,31 +107,23 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--top", type=int, default=25)
+    parser.add_argument("--ways", nargs="+", default=["plain", "fused"], choices=["plain", "fused"])
     parser.add_argument("--out")
     args = parser.parse_args()
     start = time.perf_counter()
     model = build_model(args.preset, args.backend, "cuda", torch.bfloat16)
     torch.cuda.synchronize()
     print(f"weights in {time.perf_counter() - start:.1f} s, backend {model.backend.name}", flush=True)
-    llm = LLM(
-        model, max_num_scheduled_tokens=16384, max_model_len=16384, max_num_seqs=16, cache_memory_bytes=20 * 10**9
-    )
     result = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "backend": model.backend.name,
-        "cases": [],
+        "ways": {},
     }
-    for lengths, decode in (([8000], 1), ([7680], 1), ([320], 1), ([512] * 16, 9)):
-        case = timed(llm, lengths, decode, args.repeats)
-        print(json.dumps(case), flush=True)
-        result["cases"].append(case)
-    for lengths, decode in (([8000], 1), ([320], 1), ([512] * 16, 9)):
-        profile = profiled(llm, lengths, decode, args.top)
-        print(lengths[0], len(lengths), json.dumps(profile["kinds_ms"]))
-        for line in profile["top"]:
-            print("   ", *line)
-        result["cases"].append({"lengths": lengths, "decode": decode} | profile)
+    for way in args.ways:
+        fused.USE_KERNELS = way == "fused"
+        print(way, flush=True)
+        result["ways"][way] = measured(model, args.repeats, args.top)
     if args.out:
         with open(args.out, "w") as file:
             json.dump(result, file, indent=1)
