@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import linecache
+import os
 import re
 import sys
 import traceback
@@ -49,7 +50,7 @@ def option_of(name: str) -> str:
 
 
 def named_by_option(message: str, parameters: Sequence[str], arguments: Sequence[str] = ()) -> str:
-    """An error message with each of `parameters` that it names replaced by its option, each of `arguments` in capitals."""
+    """An error message with the `parameters` it names replaced by their options, or, `arguments`, put in capitals."""
     pattern = rf"\b({'|'.join(parameters)})\b(?= (is|has|=))"
     return re.sub(pattern, lambda match: match[1].upper() if match[1] in arguments else option_of(match[1]), message)
 
@@ -266,8 +267,8 @@ def ttft_table(result: dict[str, Any]) -> Table:
 
     kind = result["points"][0]["changes"]["ttft_mean"]["interval"]
     table = Table(title=f"split against internal; change over pairs of runs ({kind})", title_justify="left")
-    heads = ("prompt x\nat once", "way", "forwards/\nprefill", "tokens/\nforward", "TTFT\nmedian", "TTFT\nmean", "TTFT\np95",
-             "prompt\ntokens/s", "latency\nmean")  # fmt: skip
+    heads = ("prompt x\nat once", "way", "forwards/\nprefill", "tokens/\nforward", "TTFT\nmedian", "TTFT\nmean",
+             "TTFT\np95", "prompt\ntokens/s", "latency\nmean")  # fmt: skip
     for head in heads:
         table.add_column(head, justify="left" if head == "way" else "right")
     for point in result["points"]:
@@ -286,7 +287,7 @@ def ttft_table(result: dict[str, Any]) -> Table:
         table.add_row("", "[bold]change", "", "", *changes, end_section=True)
     return table
 
-
+# %% ../nbs/10_cli.ipynb #2719ba03
 def resend_table(result: dict[str, Any]) -> Table | None:
     """The resends: what they found and how long they took, against the first send."""
     from rich.table import Table
@@ -318,7 +319,7 @@ def resend_table(result: dict[str, Any]) -> Table | None:
             )
     return table
 
-
+# %% ../nbs/10_cli.ipynb #9770f6ca
 def check_lines(result: dict[str, Any]) -> Iterator[str]:
     """What the checks found, a line each."""
     checks = result["checks"]
@@ -341,7 +342,8 @@ def print_ttft(console: Console, result: dict[str, Any]) -> None:
     console.print(
         f"{config['config'] or config['preset']} ({engine['parameters'] / 1e6:.3g} M parameters, {engine['dtype']}) on "
         f"{machine['gpu'] or machine['cpu']}, {engine['backend']} backend; block size {config['block_size']}, "
-        f"budget {config['budget']}, {config['output_len']} output tokens, {config['repeats']} repeats; took {result['seconds']:.0f} s"
+        f"budget {config['budget']}, {config['output_len']} output tokens, {config['repeats']} repeats; "
+        f"took {result['seconds']:.0f} s"
     )
     console.print(ttft_table(result))
     if table := resend_table(result):
@@ -402,7 +404,7 @@ def ttft(
     if not result.ok:
         raise typer.Exit(1)
 
-
+# %% ../nbs/10_cli.ipynb #55b9500f
 def ttft_config(given: dict[str, Any]) -> TTFTConfig:
     """The resolved experiment that the options ask for. Raises `UsageError` for what can be known to be wrong."""
     from kda_ckpt.backends import backend_names, get_backend
@@ -454,7 +456,7 @@ def conformance(
     if not all(report.ok for report in reports):
         raise typer.Exit(1)
 
-
+# %% ../nbs/10_cli.ipynb #778d50ec
 @app.command()
 def backends(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -502,7 +504,8 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line (`sys.argv` by default) and exit: 0 success, 1 a check failed, 2 bad input, 130 interrupted."""
+    """Run the command line (`sys.argv`) and exit: 0 success, 1 a failed check, 2 bad input, 130 interrupted."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         code = app(args=arguments, prog_name="kda-ckpt", standalone_mode=False)
     except UsageError as error:

@@ -201,7 +201,7 @@ class Explanation:
     case: Case
     ways: dict[str, ExplainedWay]
 
-
+# %% ../nbs/09_explain.ipynb #608d6cbd
 def explain_way(case: Case, way: str) -> ExplainedWay:
     """Run a case's prefill one way through scheduler and cache manager."""
     length, tokens = case.prompt_len, list(range(case.prompt_len))

@@ -104,7 +104,7 @@ def finish(ax: Axes, title: str) -> None:
         handlelength=1.2, columnspacing=1.0,
     )  # fmt: skip
 
-
+# %% ../nbs/09_plots.ipynb #6e296bc2
 def draw_bars(ax: Axes, points: Sequence[Mapping[str, Any]], metric: str = "ttft_mean") -> None:
     """A pair of bars a point, in seconds, with a dot for every repeat."""
     for shift, way in ((-0.2, "split"), (0.2, "internal")):
@@ -136,7 +136,7 @@ def draw_changes(ax: Axes, points: Sequence[Mapping[str, Any]], metric: str = "t
     ax.set(ylabel="per cent", xlim=(-0.5, len(points) - 0.2))
     finish(ax, "change of the mean TTFT")
 
-
+# %% ../nbs/09_plots.ipynb #5df6a419
 def draw_resend(ax: Axes, points: Sequence[Mapping[str, Any]]) -> None:
     """Mean TTFT of a first send and of a resend with a new tail, with internal checkpoints."""
     for shift, color, label, ways in (
@@ -154,7 +154,7 @@ def draw_resend(ax: Axes, points: Sequence[Mapping[str, Any]]) -> None:
 
 # %% ../nbs/09_plots.ipynb #935ef871
 def draw_ttft(result: Mapping[str, Any]) -> Figure:
-    """A result at a glance: TTFT both ways, its change measured and predicted, and the resend. result: as in ttft.json."""
+    """A result, as in ttft.json, at a glance: TTFT both ways, its change measured and predicted, and the resend."""
     points = result["points"]
     resent = all(point["resend"] for point in points)
     figure, axes = new_figure(1, 3 if resent else 2, 9 if resent else 6.5, 3.1)

@@ -34,11 +34,11 @@ TOKEN_CHECKS = ("exact", "share")
 
 # %% auto #0
 __all__ = ['DTYPES', 'MAX_PROMPT_LEN', 'MAX_CONCURRENCY', 'RESEND_OUTPUT_LEN', 'TOKEN_CHECKS', 'Progress', 'TTFTConfig',
-           'resolve', 'read_text', 'cut_prompts', 'point_prompts', 'check_question', 'resend_prompt', 'Run', 'send',
-           'spread', 'run_numbers', 'summarize', 'change', 'ForwardCost', 'fit_cost', 'Plan', 'predict',
+           'check_config', 'resolve', 'read_text', 'cut_prompts', 'point_prompts', 'check_question', 'resend_prompt',
+           'Run', 'send', 'spread', 'run_numbers', 'summarize', 'change', 'ForwardCost', 'fit_cost', 'Plan', 'predict',
            'predict_changes', 'differing', 'judge_shares', 'blocks_needed', 'make_llm', 'Point', 'Experiment',
            'total_tokens', 'point_report', 'paired_changes', 'check_points', 'sentence', 'cpu_name', 'version_of',
-           'git_commit', 'describe_machine', 'TTFTResult', 'engine_facts', 'cost_points', 'run_ttft']
+           'git_commit', 'describe_machine', 'TTFTResult', 'engine_facts', 'cost_points', 'predictions', 'run_ttft']
 
 # %% ../nbs/09_ttft.ipynb #f7ec5f50
 @dataclass(frozen=True, kw_only=True)
@@ -72,33 +72,7 @@ class TTFTConfig:
     check_requests: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("concurrency", "prompt_len"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} is empty; it must have at least one number")
-            most = MAX_PROMPT_LEN if name == "prompt_len" else MAX_CONCURRENCY
-            for value in getattr(self, name):
-                check_int(name, value, 1)
-                if value > most:
-                    raise ValueError(f"{name} is {value}; it must be at most {most}")
-        least = {
-            "output_len": 1,
-            "block_size": 1,
-            "budget": 1,
-            "repeats": 1,
-            "warmup": 0,
-            "waves": 1,
-            "check_requests": 0,
-        }
-        for name, minimum in least.items():
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), minimum)
-        for name, choices in (("dtype", DTYPES), ("token_check", TOKEN_CHECKS)):
-            if getattr(self, name) not in (None, *choices):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}")
-        for name in ("config", "prompts"):
-            path = getattr(self, name)
-            if path is not None and not Path(path).is_file():
-                raise ValueError(f"{name} is {path!r}; there is no such file")
+        check_config(self)
 
     @property
     def model_config(self) -> ModelConfig:
@@ -115,6 +89,29 @@ class TTFTConfig:
         """The longest that any request gets."""
         longest = max(self.prompt_len)
         return longest + max(1, self.block_size // 5) + (self.output_len or 0) + 1
+
+# %% ../nbs/09_ttft.ipynb #c6d41598
+def check_config(config: TTFTConfig) -> None:
+    """Raise `ValueError` (`TypeError` for a non-integer) that names the first wrong field."""
+    for name in ("concurrency", "prompt_len"):
+        if not getattr(config, name):
+            raise ValueError(f"{name} is empty; it must have at least one number")
+        most = MAX_PROMPT_LEN if name == "prompt_len" else MAX_CONCURRENCY
+        for value in getattr(config, name):
+            check_int(name, value, 1)
+            if value > most:
+                raise ValueError(f"{name} is {value}; it must be at most {most}")
+    least = {"output_len": 1, "block_size": 1, "budget": 1, "repeats": 1, "warmup": 0, "waves": 1, "check_requests": 0}
+    for name, minimum in least.items():
+        if getattr(config, name) is not None:
+            check_int(name, getattr(config, name), minimum)
+    for name, choices in (("dtype", DTYPES), ("token_check", TOKEN_CHECKS)):
+        if getattr(config, name) not in (None, *choices):
+            raise ValueError(f"{name} is {getattr(config, name)!r}; it must be one of {', '.join(choices)}")
+    for name in ("config", "prompts"):
+        path = getattr(config, name)
+        if path is not None and not Path(path).is_file():
+            raise ValueError(f"{name} is {path!r}; there is no such file")
 
 # %% ../nbs/09_ttft.ipynb #e98bcef6
 def resolve(config: TTFTConfig) -> TTFTConfig:
@@ -328,7 +325,7 @@ class Plan:
 
 
 def predict(plan: Plan, way: str, cost: Callable[[int], float], decode: float) -> dict[str, float]:
-    """Mean TTFT and latency in seconds, and forwards per prefill, of a point whose forwards take `cost(tokens)` seconds."""
+    """Mean TTFT and latency in seconds, and forwards per prefill, if a forward takes `cost(tokens)` seconds."""
     limits = SchedulerConfig(plan.budget, max_model_len=plan.prompt_len + plan.output_len)
     sizes = {"block_size": plan.block_size, "attention_block_size": plan.attention_block_size}
     rules = {"alignment": plan.alignment, "whole_blocks": plan.whole_blocks}
@@ -368,9 +365,9 @@ def differing(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], mo
 
 
 def judge_shares(between: Sequence[float], baseline: Sequence[float], policy: str) -> dict[str, Any]:
-    """Whether the differing shares `between` two ways pass. policy "exact": all 0; "share": not above the baseline's mean.
+    """Whether the differing shares `between` two ways pass.
 
-    "share" allows two standard errors of the difference of the two means.
+    policy: "exact" wants all 0; "share" a mean above the baseline's by no more than two standard errors of the difference
     """
     share = float(np.mean(between)) if between else 0.0
     limit = 0.0
@@ -414,12 +411,21 @@ class Point:
     off: Run | None = None
     shuffled: Run | None = None
 
+    @property
+    def steps(self) -> list[StepStats]:
+        """All timed forwards."""
+        runs = [run for kind in (self.cold, self.resent) for runs in kind.values() for run in runs]
+        return [step for run in runs for step in run.steps]
+
 
 Progress = Callable[[int, str], None]
 
-
+# %% ../nbs/09_ttft.ipynb #564ba439
 class Experiment:
-    """Makes the runs of a resolved config on one engine. progress: called with the tokens done since, and what is running."""
+    """Makes the runs of a resolved config on one engine.
+
+    progress: called after every forward with its tokens and what is running
+    """
 
     def __init__(self, config: TTFTConfig, llm: LLM, progress: Progress | None = None) -> None:
         self.config, self.llm, self.progress = config, llm, progress
@@ -468,7 +474,7 @@ class Experiment:
             self.llm.reset(prefix_caching=way)
             self.send([[i % self.llm.model.config.vocab_size for i in range(length)]], 2, 1, "warm-up")
 
-
+# %% ../nbs/09_ttft.ipynb #ae8b66bc
 def total_tokens(config: TTFTConfig) -> int:
     """About how many tokens a resolved experiment computes; for a progress bar."""
     total, output = 0, config.output_len
@@ -510,7 +516,7 @@ def paired_changes(ways: dict[str, Any]) -> dict[str, Any]:
     before, after = (ways[way]["runs"] for way in WAYS)
     return {name: change([run[name] for run in before], [run[name] for run in after]) for name in before[0]}
 
-
+# %% ../nbs/09_ttft.ipynb #74764d46
 def check_points(points: Sequence[Point], config: TTFTConfig) -> tuple[dict[str, Any], list[str]]:
     """The checks over all points, and a sentence for each that failed."""
     failures, between, on_hit, against_off, baseline, baseline_short = [], [], [], [], [], []
@@ -552,15 +558,23 @@ def sentence(point: dict[str, Any], cost: ForwardCost) -> str:
     ttft, ways = point["changes"]["ttft_mean"], point["ways"]
     where = f"Prompts of {point['prompt_len']} tokens at concurrency {point['concurrency']}"
     size = f"{ttft['percent']:+.1f} % ({ttft['low']:+.1f} to {ttft['high']:+.1f})"
-    forwards = f"{ways['internal']['forwards_per_prefill']:.2f} forwards a prefill instead of {ways['split']['forwards_per_prefill']:.2f}"
+    counts = (f"{ways[way]['forwards_per_prefill']:.2f}" for way in ("internal", "split"))
+    forwards = "{} forwards a prefill instead of {}".format(*counts)
     fixed = f"a forward costs {1e3 * cost.fixed:.1f} ms plus {1e6 * cost.per_token:.0f} µs a token here"
     if ttft["low"] <= 0 <= ttft["high"]:
-        return f"{where}: no clear change of the mean TTFT, {size}; {forwards}; {fixed}."
-    if ttft["percent"] > 0:
-        return f"{where}: the mean TTFT is longer with internal checkpoints, {size}; {forwards}."
-    if ttft["percent"] > -5:
-        return f"{where}: the gain is small, {size} of the mean TTFT; {forwards}; {fixed}, so little is saved by having fewer."
-    return f"{where}: the mean TTFT changes by {size}; {forwards}."
+        text = f"no clear change of the mean TTFT, {size}; {forwards}; {fixed}"
+    elif ttft["percent"] > 0:
+        text = f"the mean TTFT is longer with internal checkpoints, {size}; {forwards}"
+    elif ttft["percent"] > -5:
+        text = f"the gain is small, {size} of the mean TTFT; {forwards}, but {fixed}, so little is saved"
+    else:
+        text = f"the mean TTFT changes by {size}; {forwards}"
+    if point["concurrency"] > 1:
+        predicted, order = (point[name]["ttft_mean"] for name in ("predicted", "predicted_tokens_only"))
+        text += (
+            f"; the replay predicts {predicted:+.1f} %, and {order:+.1f} % if forwards cost nothing but their tokens"
+        )
+    return f"{where}: {text}."
 
 # %% ../nbs/09_ttft.ipynb #42a7858a
 def cpu_name() -> str:
@@ -647,7 +661,7 @@ class TTFTResult:
         """Write it as JSON."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
-
+# %% ../nbs/09_ttft.ipynb #a6ff0f67
 def engine_facts(llm: LLM) -> dict[str, Any]:
     """What the engine is made of."""
     model = llm.model
@@ -672,6 +686,23 @@ def cost_points(steps: Sequence[StepStats]) -> list[list[float]]:
             sizes.setdefault(step.num_tokens, []).append(step.seconds)
     return [[size, float(np.median(times)), len(times)] for size, times in sorted(sizes.items())]
 
+# %% ../nbs/09_ttft.ipynb #e5932902
+def predictions(point: Point, config: TTFTConfig, llm: LLM, cost: ForwardCost) -> dict[str, dict[str, float]]:
+    """The changes in per cent that a replay of the point predicts, with the fitted cost and with tokens only."""
+    plan = Plan(
+        prompt_len=point.prompt_len,
+        output_len=config.output_len,
+        concurrency=point.concurrency,
+        waves=config.waves,
+        block_size=config.block_size,
+        attention_block_size=llm.attention_block_size,
+        budget=config.budget,
+        alignment=llm.model.backend.alignment,
+        num_blocks=llm.cache.config.num_blocks,
+    )
+    tokens_only = ForwardCost(0.0, 1.0, 1.0)
+    return {"predicted": predict_changes(plan, cost), "predicted_tokens_only": predict_changes(plan, tokens_only)}
+
 # %% ../nbs/09_ttft.ipynb #7fe1d28c
 def run_ttft(config: TTFTConfig, *, llm: LLM | None = None, progress: Progress | None = None) -> TTFTResult:
     """Measure TTFT, throughput and latency, split against internal, and check that both give the same tokens.
@@ -688,29 +719,9 @@ def run_ttft(config: TTFTConfig, *, llm: LLM | None = None, progress: Progress |
     experiment.warm_up()
     points = [experiment.run_point(length, concurrency) for length, concurrency in grid]
     calmest = min(point.concurrency for point in points)
-    steps = [
-        step
-        for point in points
-        if point.concurrency == calmest
-        for runs in (*point.cold.values(), *point.resent.values())
-        for run in runs
-        for step in run.steps
-    ]
+    steps = [step for point in points if point.concurrency == calmest for step in point.steps]
     cost = fit_cost(steps)
-    reports = [point_report(point, config) for point in points]
-    for report in reports:
-        plan = Plan(
-            prompt_len=report["prompt_len"],
-            output_len=config.output_len,
-            concurrency=report["concurrency"],
-            waves=config.waves,
-            block_size=config.block_size,
-            attention_block_size=llm.attention_block_size,
-            budget=config.budget,
-            alignment=llm.model.backend.alignment,
-            num_blocks=llm.cache.config.num_blocks,
-        )
-        report["predicted"] = predict_changes(plan, cost)
+    reports = [point_report(point, config) | predictions(point, config, llm, cost) for point in points]
     checks, failures = check_points(points, config)
     return TTFTResult(
         config=asdict(config),
