@@ -17,7 +17,7 @@ from kda_ckpt.scheduler import Request, mamba_block_aligned_split
 from kda_ckpt.shadow import (
     Count,
     ExactDigest,
-    ShadowEngine,
+    ShadowWorld,
     Traffic,
     WordDigest,
     World,
@@ -210,7 +210,7 @@ def test_both_digests_see_the_same_world():
     world = World(4, 2, 4, num_blocks=60, step_tokens=9)
     chunks = []
     for digest in (ExactDigest(), WordDigest(100)):
-        engine = ShadowEngine(world, digest=digest)
+        engine = ShadowWorld(world, digest=digest)
         engine.add("a", [0] * 11, 2)
         engine.add("b", [0] * 9 + [1] * 8, 3)
         done = []
@@ -240,4 +240,4 @@ def test_snapshot_is_complete():
 
 
 def test_module_uses_the_real_classes():
-    assert shadow_module.KVCacheManager is KVCacheManager and ShadowEngine(World()).pool.num_free == 99
+    assert shadow_module.KVCacheManager is KVCacheManager and ShadowWorld(World()).pool.num_free == 99

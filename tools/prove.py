@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import hypothesis
@@ -114,13 +114,19 @@ def prove_random(steps: int) -> dict:
     class LongLife(RuleBasedStateMachine):
         @initialize(seed=st.integers(0, 1 << 40))
         def begin(self, seed):
+            self.seed, self.counts = seed, []
             self.traffic = Traffic(random_world(random.Random(seed)), seed)
 
         @rule(count=st.integers(100, 400))
         def burst(self, count):
             if done["forwards"] < steps:
                 before = self.traffic.shadow.num_steps
-                self.traffic.burst(count)
+                self.counts.append(count)
+                try:
+                    self.traffic.burst(count)
+                except Violation as violation:
+                    where = f"seed {self.seed}, bursts {self.counts}, {self.traffic.world}"
+                    raise Violation(violation.invariant, f"{violation.message}; {where}") from None
                 done["forwards"] += self.traffic.shadow.num_steps - before
 
         def teardown(self):
