@@ -106,6 +106,13 @@ def resend_hits(shadow, prompts):
     return tuple(shadow.manager.lookup(probe).length for probe in probes)
 
 
+def ends(world, prompts, max_tokens):
+    """What resends would find, over all histories."""
+    found = set()
+    explore(world, prompts, max_tokens, at_end=lambda shadow: found.add(resend_hits(shadow, prompts)))
+    return found
+
+
 def test_a_finished_prompt_is_reusable_to_its_last_boundary_either_way():
     """After every history of every budget: what can be reused of the prompts is the same, and the most there can be."""
     rng = random.Random(5)
@@ -115,11 +122,7 @@ def test_a_finished_prompt_is_reusable_to_its_last_boundary_either_way():
             step = world.hash_block_size if world.partial_hits else world.block_size
             most = tuple(len(prompt) // step * step for prompt in prompts)
             for checkpoints in (False, True):
-                found = set()
-                explore(
-                    replace(world, checkpoints=checkpoints), prompts, max_tokens,
-                    at_end=lambda shadow: found.add(resend_hits(shadow, prompts)),
-                )  # fmt: skip
+                found = ends(replace(world, checkpoints=checkpoints), prompts, max_tokens)
                 reached = tuple(map(min, zip(*found)))
                 assert all(a >= b for a, b in zip(reached, most)), (world, prompts, found, most)
 

@@ -114,7 +114,7 @@ def prove_random(steps: int) -> dict:
     class LongLife(RuleBasedStateMachine):
         @initialize(seed=st.integers(0, 1 << 40))
         def begin(self, seed):
-            self.seed, self.counts = seed, []
+            self.seed, self.counts, self.failed = seed, [], False
             self.traffic = Traffic(random_world(random.Random(seed)), seed)
 
         @rule(count=st.integers(100, 400))
@@ -125,12 +125,13 @@ def prove_random(steps: int) -> dict:
                 try:
                     self.traffic.burst(count)
                 except Violation as violation:
+                    self.failed = True
                     where = f"seed {self.seed}, bursts {self.counts}, {self.traffic.world}"
                     raise Violation(violation.invariant, f"{violation.message}; {where}") from None
                 done["forwards"] += self.traffic.shadow.num_steps - before
 
         def teardown(self):
-            if hasattr(self, "traffic") and self.traffic.shadow.num_steps:
+            if hasattr(self, "traffic") and self.traffic.shadow.num_steps and not self.failed:
                 self.traffic.drain()
                 shadow = self.traffic.shadow
                 done["worlds"] += 1
