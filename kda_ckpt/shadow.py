@@ -26,8 +26,9 @@ from .spec import MambaSpec, MLAAttentionSpec
 # %% auto #0
 __all__ = ['WINDOW', 'BLANK_WINDOW', 'ExactDigest', 'WordDigest', 'Violation', 'Claim', 'host_metadata', 'as_list', 'World',
            'StepConfig', 'step_config', 'ShadowCaches', 'ShadowTruth', 'PlaceChecks', 'StepChecks', 'ShadowKernels',
-           'ShadowAttention', 'ContentChecks', 'PoolChecks', 'ShadowEngine', 'ShadowWorld', 'Count', 'explore',
-           'check_progress', 'small_worlds', 'small_systems', 'small_prompts', 'Traffic', 'random_world']
+           'ShadowAttention', 'ContentChecks', 'PoolChecks', 'ShadowForward', 'ShadowEngine', 'ShadowWorld', 'Count',
+           'possible_events', 'happen', 'explore', 'check_progress', 'small_worlds', 'small_systems', 'small_prompts',
+           'Visitors', 'Traffic', 'random_world']
 
 # %% ../nbs/12_proof.ipynb #9794ad3e
 WINDOW = 3  # inputs that the convolution of width 4 remembers
@@ -318,6 +319,10 @@ class PlaceChecks(ShadowTruth):
         elif load in (row[-1], *(row[column] for column in named)):
             raise Violation("I4", f"{chunk.request.request_id} reads block {load} and writes it")
 
+# %% ../nbs/12_proof.ipynb #a3e5e6dc
+class StepChecks(PlaceChecks):
+    """The same over all rows of a step, and I5 and I7."""
+
     def check_stop(self, chunk: ScheduledChunk, named: set[int]) -> None:
         """I5: a chunk that runs past a boundary leaves the state there."""
         end, length, request = chunk.end, len(chunk.request.token_ids), chunk.request
@@ -329,10 +334,6 @@ class PlaceChecks(ShadowTruth):
             raise Violation(
                 "I5", f"{request.request_id} passes {boundary} in [{chunk.start}, {end}) and leaves no state there"
             )
-
-# %% ../nbs/12_proof.ipynb #a3e5e6dc
-class StepChecks(PlaceChecks):
-    """The same over all rows of a step."""
 
     def check_places(self, chunks, tables, loads: list[int], stores: list[int], exports: dict) -> None:
         """I2 to I6 for every row, and I4 between rows: nobody writes what another row reads, writes or holds."""
@@ -535,7 +536,40 @@ class PoolChecks(ContentChecks):
             raise Violation("I7", "a block is neither free nor held, or both")
 
 # %% ../nbs/12_proof.ipynb #3337a842
-class ShadowEngine(PoolChecks):
+class ShadowForward(PoolChecks):
+    """One forward over the metadata of the real builders."""
+
+    seconds = 0.0  # of processor time, in the code under test
+
+    def forward(self, chunks: list[ScheduledChunk], copies: list[BlockCopy], fails: bool = False) -> None:
+        """What the model's layers do with their caches: copies, loads, exports, stores, attention entries."""
+        rows = [Row(chunk.start, chunk.end) for chunk in chunks]
+        tables = [self.manager.rows(chunk.request.request_id) for chunk in chunks]
+        attention_tables, mamba_tables = [table[0] for table in tables], [table[1] for table in tables]
+        began = process_time()
+        kda = self.kda_builder.build(rows, mamba_tables)
+        attention = self.attention_builder.build(rows, attention_tables)
+        self.seconds += process_time() - began
+        self.run_copies(copies)
+        exports = self.read_exports(kda, rows, mamba_tables)
+        loads, stores = as_list(kda.load_slots), as_list(kda.store_slots)
+        self.check_budget(chunks, tables, copies)
+        self.check_places(chunks, mamba_tables, loads, stores, exports)
+        if fails:
+            self.scramble(stores, exports, attention.slot_mapping)
+            return
+        targets = {copy.target for copy in copies}
+        written = []
+        for index, chunk in enumerate(chunks):
+            written += self.run_kda_row(chunk, loads[index], stores[index], exports.get(index), targets)
+        for block, state, window in written:
+            self.states[block], self.windows[block] = state, window
+            self.touched.add(block)
+        self.run_attention(chunks, attention)
+        self.check_rows(chunks, mamba_tables)
+
+# %% ../nbs/12_proof.ipynb #849b3957
+class ShadowEngine(ShadowForward):
     """The engine's loop on the real scheduler, managers and metadata builders, checking every invariant at every step."""
 
     def __init__(self, world: World, *, digest: Any = None) -> None:
@@ -549,7 +583,6 @@ class ShadowEngine(PoolChecks):
         self.attention_builder = AttentionMetadataBuilder(self.specs[0])
         self.kda_builder = KDAMetadataBuilder(self.specs[1])
         self.num_steps, self.finished = 0, []
-        self.seconds = 0.0  # of processor time, in the code under test
 
     def add(self, request_id: str, token_ids: Sequence[int], max_tokens: int = 1) -> Request:
         """Queue a request."""
@@ -586,33 +619,6 @@ class ShadowEngine(PoolChecks):
             self.finished = self.scheduler.finish_step(output, sampled)
             self.seconds += process_time() - began
         return output
-
-    def forward(self, chunks: list[ScheduledChunk], copies: list[BlockCopy], fails: bool = False) -> None:
-        """What the model's layers do with their caches: copies, loads, exports, stores, attention entries."""
-        rows = [Row(chunk.start, chunk.end) for chunk in chunks]
-        tables = [self.manager.rows(chunk.request.request_id) for chunk in chunks]
-        attention_tables, mamba_tables = [table[0] for table in tables], [table[1] for table in tables]
-        began = process_time()
-        kda = self.kda_builder.build(rows, mamba_tables)
-        attention = self.attention_builder.build(rows, attention_tables)
-        self.seconds += process_time() - began
-        self.run_copies(copies)
-        exports = self.read_exports(kda, rows, mamba_tables)
-        loads, stores = as_list(kda.load_slots), as_list(kda.store_slots)
-        self.check_budget(chunks, tables, copies)
-        self.check_places(chunks, mamba_tables, loads, stores, exports)
-        if fails:
-            self.scramble(stores, exports, attention.slot_mapping)
-            return
-        targets = {copy.target for copy in copies}
-        written = []
-        for index, chunk in enumerate(chunks):
-            written += self.run_kda_row(chunk, loads[index], stores[index], exports.get(index), targets)
-        for block, state, window in written:
-            self.states[block], self.windows[block] = state, window
-            self.touched.add(block)
-        self.run_attention(chunks, attention)
-        self.check_rows(chunks, mamba_tables)
 
 # %% ../nbs/12_proof.ipynb #dbd73fab
 class ShadowWorld(ShadowEngine):
@@ -687,6 +693,23 @@ class Count:
         return Count(*(getattr(self, f) + getattr(other, f) for f in ("worlds", "states", "steps", "finished")))
 
 # %% ../nbs/12_proof.ipynb #ca86d392
+def possible_events(shadow: ShadowWorld, num_prompts: int, added: int, may_fail: bool) -> list[tuple[str, int]]:
+    """What can happen next: a step with any budget, the largest first, a step that fails, the next prompt's arrival."""
+    left = sum(len(r.token_ids) - r.num_computed_tokens for r in shadow.scheduler.requests.values())
+    budgets = range(min(shadow.world.step_tokens, left), 0, -1)
+    kinds = ("step", "fail") if may_fail else ("step",)
+    return [(kind, budget) for kind in kinds for budget in budgets] + ([("add", added)] if added < num_prompts else [])
+
+
+def happen(shadow: ShadowWorld, event: tuple[str, int], prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
+    """Let it happen. Returns the tokens of the step."""
+    kind, value = event
+    if kind == "add":
+        shadow.add(f"r{value}", prompts[value], max_tokens)
+        return 0
+    return shadow.step(value, fails=kind == "fail").num_tokens
+
+# %% ../nbs/12_proof.ipynb #ff44da2c
 def explore(
     world: World,
     prompts: Sequence[Sequence[int]],
@@ -702,45 +725,36 @@ def explore(
     Raises `Violation` with the history that leads to it.
     """
     shadow = make(world)
-    seen, whole = {(0, 0, shadow.key()): 0}, {}
+    seen, whole, steps, finished = {(0, 0, shadow.key()): 0}, {}, 0, 0
     stack = [(0, 0, 0, shadow.snapshot(), ())]
-    steps = finished = 0
     while stack:
         state, added, failed, snapshot, history = stack.pop()
         shadow.restore(snapshot)
-        left = sum(len(r.token_ids) - r.num_computed_tokens for r in shadow.scheduler.requests.values())
-        largest = min(world.step_tokens, left)
-        events = [("step", budget) for budget in range(largest, 0, -1)]
-        events += [("fail", budget) for _, budget in events] if failed < failures else []
-        events += [("add", added)] if added < len(prompts) else []
-        for index, (kind, value) in enumerate(events):
+        for index, event in enumerate(possible_events(shadow, len(prompts), added, failed < failures)):
             if index:
                 shadow.restore(snapshot)
+            is_whole = index == 0 and event[0] == "step"
             try:
-                if kind == "add":
-                    shadow.add(f"r{added}", prompts[added], max_tokens)
-                else:
-                    output = shadow.step(value, fails=kind == "fail")
-                    steps += 1
-                    if value == largest and not output.chunks:
-                        raise Violation("I8", "a step with the whole budget runs nothing")
-                now = added + (kind == "add"), failed + (kind == "fail")
+                tokens = happen(shadow, event, prompts, max_tokens)
+                if is_whole and not tokens:
+                    raise Violation("I8", "a step with the whole budget runs nothing")
+                now = added + (event[0] == "add"), failed + (event[0] == "fail")
                 key = (*now, shadow.key())
-                fresh = key not in seen
-                successor = seen.setdefault(key, len(seen))
-                if kind == "step" and value == largest:
-                    whole[state] = successor
-                if fresh and (shadow.scheduler.requests or now[0] < len(prompts)):
-                    stack.append((successor, *now, shadow.snapshot(), (*history, (kind, value))))
-                elif fresh:
+                fresh, successor = key not in seen, seen.setdefault(key, len(seen))
+                if fresh and not shadow.scheduler.requests and now[0] == len(prompts):
                     finished += 1
                     shadow.check_pool()
                     if at_end:
                         at_end(shadow)
+                elif fresh:
+                    stack.append((successor, *now, shadow.snapshot(), (*history, event)))
             except Exception as error:
                 what = getattr(error, "message", error)
-                where = f"{what}; {world}, prompts {list(prompts)}, history {[*history, (kind, value)]}"
+                where = f"{what}; {world}, prompts {list(prompts)}, history {[*history, event]}"
                 raise Violation(getattr(error, "invariant", type(error).__name__), where) from error
+            steps += event[0] != "add"
+            if is_whole:
+                whole[state] = successor
     check_progress(whole)
     return Count(1, len(seen), steps, finished)
 
@@ -797,8 +811,8 @@ def small_prompts(total: int, longest: int = 12) -> Iterator[tuple[tuple[tuple[i
                 yield ((0,) * first, (0,) * common + (1,) * (second - common)), max_tokens
 
 # %% ../nbs/12_proof.ipynb #8dbde4dc
-class Traffic:
-    """Random life: requests that come, share prefixes, change their tails, are aborted; steps that succeed or fail.
+class Visitors:
+    """Requests that come to a small world: new ones, ones that share a prefix or change their tail, identical ones.
 
     Every method takes plain integers and makes something sensible of any of them, so that a seeded generator and
     Hypothesis can both drive it.
@@ -831,6 +845,10 @@ class Traffic:
         """Identical requests, which can meet in one step."""
         for _ in range(count):
             self.send(self.past[which % len(self.past)], max_tokens)
+
+# %% ../nbs/12_proof.ipynb #46096179
+class Traffic(Visitors):
+    """Random life: visitors, aborts, steps with any budget that succeed or fail."""
 
     def step(self, budget: int, fails: bool = False) -> None:
         if self.shadow.scheduler.requests:
