@@ -17,7 +17,7 @@ from kda_ckpt.scheduler import Request, mamba_block_aligned_split
 from kda_ckpt.shadow import (
     Count,
     ExactDigest,
-    ShadowEngine,
+    ShadowWorld,
     Traffic,
     WordDigest,
     World,
@@ -106,6 +106,13 @@ def resend_hits(shadow, prompts):
     return tuple(shadow.manager.lookup(probe).length for probe in probes)
 
 
+def ends(world, prompts, max_tokens):
+    """What resends would find, over all histories."""
+    found = set()
+    explore(world, prompts, max_tokens, at_end=lambda shadow: found.add(resend_hits(shadow, prompts)))
+    return found
+
+
 def test_a_finished_prompt_is_reusable_to_its_last_boundary_either_way():
     """After every history of every budget: what can be reused of the prompts is the same, and the most there can be."""
     rng = random.Random(5)
@@ -115,11 +122,7 @@ def test_a_finished_prompt_is_reusable_to_its_last_boundary_either_way():
             step = world.hash_block_size if world.partial_hits else world.block_size
             most = tuple(len(prompt) // step * step for prompt in prompts)
             for checkpoints in (False, True):
-                found = set()
-                explore(
-                    replace(world, checkpoints=checkpoints), prompts, max_tokens,
-                    at_end=lambda shadow: found.add(resend_hits(shadow, prompts)),
-                )  # fmt: skip
+                found = ends(replace(world, checkpoints=checkpoints), prompts, max_tokens)
                 reached = tuple(map(min, zip(*found)))
                 assert all(a >= b for a, b in zip(reached, most)), (world, prompts, found, most)
 
@@ -210,7 +213,7 @@ def test_both_digests_see_the_same_world():
     world = World(4, 2, 4, num_blocks=60, step_tokens=9)
     chunks = []
     for digest in (ExactDigest(), WordDigest(100)):
-        engine = ShadowEngine(world, digest=digest)
+        engine = ShadowWorld(world, digest=digest)
         engine.add("a", [0] * 11, 2)
         engine.add("b", [0] * 9 + [1] * 8, 3)
         done = []
@@ -240,4 +243,4 @@ def test_snapshot_is_complete():
 
 
 def test_module_uses_the_real_classes():
-    assert shadow_module.KVCacheManager is KVCacheManager and ShadowEngine(World()).pool.num_free == 99
+    assert shadow_module.KVCacheManager is KVCacheManager and ShadowWorld(World()).pool.num_free == 99

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import hypothesis
@@ -114,17 +114,24 @@ def prove_random(steps: int) -> dict:
     class LongLife(RuleBasedStateMachine):
         @initialize(seed=st.integers(0, 1 << 40))
         def begin(self, seed):
+            self.seed, self.counts, self.failed = seed, [], False
             self.traffic = Traffic(random_world(random.Random(seed)), seed)
 
         @rule(count=st.integers(100, 400))
         def burst(self, count):
             if done["forwards"] < steps:
                 before = self.traffic.shadow.num_steps
-                self.traffic.burst(count)
+                self.counts.append(count)
+                try:
+                    self.traffic.burst(count)
+                except Violation as violation:
+                    self.failed = True
+                    where = f"seed {self.seed}, bursts {self.counts}, {self.traffic.world}"
+                    raise Violation(violation.invariant, f"{violation.message}; {where}") from None
                 done["forwards"] += self.traffic.shadow.num_steps - before
 
         def teardown(self):
-            if hasattr(self, "traffic") and self.traffic.shadow.num_steps:
+            if hasattr(self, "traffic") and self.traffic.shadow.num_steps and not self.failed:
                 self.traffic.drain()
                 shadow = self.traffic.shadow
                 done["worlds"] += 1
@@ -219,7 +226,7 @@ def prove_trace(path: Path, limit: int | None) -> dict:
     for size, pool, at_once in cases:
         for way in ("split", "internal", "internal, rounded")[: 3 if pool == "ample" else 2]:
             world = World(
-                size, 512, 512, 16, way != "split", num_blocks=300_000 if pool == "ample" else 3_000,
+                size, 512, 512, 16, way != "split", num_blocks=300_000 if pool == "ample" else 800,
                 step_tokens=8192, max_num_seqs=at_once, max_model_len=1 << 18,
             )  # fmt: skip
             scheduler.mamba_block_aligned_split = rounded_split if "," in way else mamba_block_aligned_split
@@ -254,7 +261,6 @@ def main() -> int:
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
-    result = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     phases = {
         "worlds": lambda: prove_worlds(args.seconds, args.jobs),
         "random": lambda: prove_random(args.random_steps),
@@ -266,16 +272,17 @@ def main() -> int:
             continue
         print(f"{phase}:", flush=True)
         try:
-            result[phase] = phases[phase]()
+            found = phases[phase]()
         except Violation as violation:
             print(f"VIOLATION {violation}", file=sys.stderr)
             return 1
-        result[phase] |= {
+        found |= {
             "commit": commit(), "date": time.strftime("%Y-%m-%d"), "python": platform.python_version(),
             "torch": torch.__version__, "numpy": numpy.__version__, "hypothesis": hypothesis.__version__,
         }  # fmt: skip
         RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        result = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+        RESULT.write_text(json.dumps(result | {phase: found}, indent=1) + "\n")
     print("0 violations")
     return 0
 
