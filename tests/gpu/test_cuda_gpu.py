@@ -61,6 +61,17 @@ def test_regimes_and_forced_segments(regime, segments):
     assert error(got.out, ref.out) < OUT_LIMIT and error(got.final_state, ref.final_state) < STATE_LIMIT
 
 
+@pytest.mark.parametrize("segments", [1, 3])
+def test_halves_of_v_are_bitwise_the_whole(segments):
+    x, gates, h0 = inputs([130, 40], 3)
+    offsets = torch.tensor([[100], [7]], device=DEV)
+    one, two = (
+        flashkda_prefill(**x, **gates, initial_state=h0, checkpoint_offsets=offsets, segments=segments, v_parts=parts)
+        for parts in (1, 2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(one, two))
+
+
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 1500])
 @pytest.mark.parametrize("regime", ["mixed", "gate -5", "gate -1e-4", "logits 1e3"])
 def test_lengths_and_gate_extremes(regime, length):
@@ -186,7 +197,7 @@ def test_operator_is_registered_right():
     x, gates, h0 = inputs([64], 2)
     out, final = torch.empty_like(x["v"]), torch.empty_like(h0)
     args = (*x.values(), gates["A_log"], gates["dt_bias"], -5.0, gates["cu_seqlens"], h0, None, None, out, final, None)
-    torch.library.opcheck(torch.ops.kda_ckpt.flashkda_prefill, (*args, 0, 0, False), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(torch.ops.kda_ckpt.flashkda_prefill, (*args, 0, 0, False, 1), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_bad_calls_are_refused_before_any_launch():
