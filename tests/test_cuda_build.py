@@ -32,7 +32,9 @@ def test_compiles_for_hopper_and_says_what_it_costs(capsys):
     cubin, report = compile_nvcc(shutil.which("nvcc"), report=True)
     assert cubin[:4] == b"\x7fELF"
     kernels = re.findall(
-        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", report, re.S
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+        report,
+        re.S,
     )
     with capsys.disabled():
         for name, stores, loads, registers in kernels:
@@ -46,7 +48,12 @@ def test_compiles_for_hopper_and_says_what_it_costs(capsys):
 def test_parameter_block_is_the_kernels_own():
     body = re.search(r"struct Params \{(.*?)\n\};", sources()["common.cuh"], re.S).group(1)
     code = re.sub(r"//.*", "", body)
-    names = [n.strip(" *\n") for line in code.split(";") if line.strip() for n in re.sub(r"^\s*(const )?\w+ ", "", line.strip()).split(",")]
+    names = [
+        n.strip(" *\n")
+        for line in code.split(";")
+        if line.strip()
+        for n in re.sub(r"^\s*(const )?\w+ ", "", line.strip()).split(",")
+    ]
     assert names == [name for name, _ in Params._fields_]
     assert ctypes.sizeof(Params) % 8 == 0
 
@@ -64,7 +71,9 @@ def test_shared_memory_and_blocks_agree_with_the_sources():
     assert f"PROBE = {cuda_kda.PROBE};" in text
 
 
-@pytest.mark.parametrize("rows, heads, length", [(1, 12, 8192), (4, 12, 8192), (1, 32, 8192), (1, 12, 2048), (3, 1, 777)])
+@pytest.mark.parametrize(
+    "rows, heads, length", [(1, 12, 8192), (4, 12, 8192), (1, 32, 8192), (1, 12, 2048), (3, 1, 777)]
+)
 def test_plan_covers_every_row(rows, heads, length):
     chosen = plan(rows * length, rows, heads, SMS)
     assert chosen.segment_len % 16 == 0
@@ -102,7 +111,12 @@ def test_refuses_what_it_cannot_do():
     backend = CudaBackend()
     good = dict(head_dim=128, dtype=torch.bfloat16, state_dtype=torch.float32, safe_gate=True)
     assert backend.supports(**good) == (True, "")
-    for change in (dict(head_dim=64), dict(dtype=torch.float16), dict(state_dtype=torch.float16), dict(safe_gate=False)):
+    for change in (
+        dict(head_dim=64),
+        dict(dtype=torch.float16),
+        dict(state_dtype=torch.float16),
+        dict(safe_gate=False),
+    ):
         ok, reason = backend.supports(**{**good, **change})
         assert not ok and next(iter(change)) in reason
     if not torch.cuda.is_available():

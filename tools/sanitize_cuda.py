@@ -52,7 +52,7 @@ def main() -> int:
         command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, "--calls"]
         done = subprocess.run(command, capture_output=True, text=True)
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip(" =")]
-        shown = lines[-2:] if done.returncode == 0 else lines[:40] + ["..."] + lines[-4:]
+        shown = lines[-2:] if done.returncode == 0 else [*lines[:40], "...", *lines[-4:]]
         print(f"{tool}: {'clean' if done.returncode == 0 else 'FAILED'}\n  " + "\n  ".join(shown))
         failed += done.returncode != 0
     return 1 if failed else 0
