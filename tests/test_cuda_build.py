@@ -20,7 +20,10 @@ from kda_ckpt.cuda_kda import (
     workspace_bytes,
 )
 
-SPILLS_ALLOWED = {"segments": 96}  # two chains leave a producer 88 registers; the few words lie outside its inner loops
+SPILLS_ALLOWED = {
+    "segments": 32,  # two chains leave a producer 88 registers; a few words once a tile
+    "prefill": 4,  # one word, once a block
+}
 SMS = 132
 
 
@@ -29,7 +32,9 @@ def test_compiles_for_hopper_and_says_what_it_costs(capsys):
     cubin, report = compile_nvcc(shutil.which("nvcc"), report=True)
     assert cubin[:4] == b"\x7fELF"
     kernels = re.findall(
-        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", report, re.S
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+        report,
+        re.S,
     )
     with capsys.disabled():
         for name, stores, loads, registers in kernels:
@@ -43,7 +48,12 @@ def test_compiles_for_hopper_and_says_what_it_costs(capsys):
 def test_parameter_block_is_the_kernels_own():
     body = re.search(r"struct Params \{(.*?)\n\};", sources()["common.cuh"], re.S).group(1)
     code = re.sub(r"//.*", "", body)
-    names = [n.strip(" *\n") for line in code.split(";") if line.strip() for n in re.sub(r"^\s*(const )?\w+ ", "", line.strip()).split(",")]
+    names = [
+        n.strip(" *\n")
+        for line in code.split(";")
+        if line.strip()
+        for n in re.sub(r"^\s*(const )?\w+ ", "", line.strip()).split(",")
+    ]
     assert names == [name for name, _ in Params._fields_]
     assert ctypes.sizeof(Params) % 8 == 0
 
@@ -61,7 +71,9 @@ def test_shared_memory_and_blocks_agree_with_the_sources():
     assert f"PROBE = {cuda_kda.PROBE};" in text
 
 
-@pytest.mark.parametrize("rows, heads, length", [(1, 12, 8192), (4, 12, 8192), (1, 32, 8192), (1, 12, 2048), (3, 1, 777)])
+@pytest.mark.parametrize(
+    "rows, heads, length", [(1, 12, 8192), (4, 12, 8192), (1, 32, 8192), (1, 12, 2048), (3, 1, 777)]
+)
 def test_plan_covers_every_row(rows, heads, length):
     chosen = plan(rows * length, rows, heads, SMS)
     assert chosen.segment_len % 16 == 0
@@ -79,10 +91,11 @@ def test_units_bound_the_segments_of_ragged_rows(lens, segments):
 def test_plan_cuts_where_it_pays():
     assert plan(8192, 1, 12, SMS).units > 4  # few heads, long row: many segments
     assert plan(8192, 1, 96, SMS).units == 0  # heads enough for the chip
-    assert plan(65536, 64, 12, SMS) == (0, 0, True)  # many rows: long ones first
+    assert plan(65536, 64, 12, SMS) == (0, 0, True, 1)  # many rows: long ones first
     assert plan(16, 1, 1, SMS).units == 0
+    assert plan(4 * 8192, 4, 12, SMS) == (0, 0, True, 2)  # half the chip idle: V in two
     assert plan(8192, 1, 12, SMS, None, 1).units == 0
-    assert cost(12, 512, 11, SMS) < cost(12, 512, 1, SMS) < cost(132, 512, 2, SMS)
+    assert cost(12, 512, 11, 1, SMS) < cost(12, 512, 1, 1, SMS) < cost(132, 512, 2, 1, SMS)
 
 
 def test_workspace_is_two_matrices_and_a_flag_a_segment():
@@ -98,7 +111,12 @@ def test_refuses_what_it_cannot_do():
     backend = CudaBackend()
     good = dict(head_dim=128, dtype=torch.bfloat16, state_dtype=torch.float32, safe_gate=True)
     assert backend.supports(**good) == (True, "")
-    for change in (dict(head_dim=64), dict(dtype=torch.float16), dict(state_dtype=torch.float16), dict(safe_gate=False)):
+    for change in (
+        dict(head_dim=64),
+        dict(dtype=torch.float16),
+        dict(state_dtype=torch.float16),
+        dict(safe_gate=False),
+    ):
         ok, reason = backend.supports(**{**good, **change})
         assert not ok and next(iter(change)) in reason
     if not torch.cuda.is_available():

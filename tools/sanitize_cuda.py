@@ -22,7 +22,7 @@ def calls() -> None:
 
     from kda_ckpt.cuda_kda import flashkda_prefill
 
-    def run(lens, heads, bias, segments, offsets=None, dtype=torch.float32, beta_dtype=torch.bfloat16):
+    def run(lens, heads, bias, segments, v_parts=1, offsets=None, dtype=torch.float32, beta_dtype=torch.bfloat16):
         torch.manual_seed(0)
         T, N = sum(lens), len(lens)
         q, k, v, g = (torch.randn(T, heads, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
@@ -30,7 +30,7 @@ def calls() -> None:
         cu = torch.tensor([0, *itertools.accumulate(lens)], device="cuda", dtype=torch.int32)
         flashkda_prefill(
             q, k, v, g, beta, A_log=torch.zeros(heads, device="cuda"), cu_seqlens=cu, lower_bound=-5.0,
-            dt_bias=torch.full((heads, 128), bias, device="cuda"), segments=segments,
+            dt_bias=torch.full((heads, 128), bias, device="cuda"), segments=segments, v_parts=v_parts,
             initial_state=torch.randn(N, heads, 128, 128, device="cuda", dtype=dtype),
             checkpoint_offsets=None if offsets is None else torch.tensor(offsets, device="cuda", dtype=torch.int32),
         )  # fmt: skip
@@ -38,7 +38,7 @@ def calls() -> None:
 
     run([37, 0, 16], 2, -4.0, 1, offsets=[[20, 3], [0, 0], [15, 0]], dtype=torch.bfloat16)
     run([200], 1, -6.0, 4, offsets=[100], beta_dtype=torch.float32)
-    run([200], 1, 1.0, 4)
+    run([200], 1, 1.0, 4, v_parts=2)
     print("all calls ran")
 
 
@@ -51,8 +51,9 @@ def main() -> int:
     for tool in sys.argv[1:] or TOOLS:
         command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, "--calls"]
         done = subprocess.run(command, capture_output=True, text=True)
-        last = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()][-3:]
-        print(f"{tool}: {'clean' if done.returncode == 0 else 'FAILED'}\n  " + "\n  ".join(last))
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip(" =")]
+        shown = lines[-2:] if done.returncode == 0 else [*lines[:40], "...", *lines[-4:]]
+        print(f"{tool}: {'clean' if done.returncode == 0 else 'FAILED'}\n  " + "\n  ".join(shown))
         failed += done.returncode != 0
     return 1 if failed else 0
 

@@ -69,6 +69,7 @@ template <int CHAINS, int CHAIN, int PRODUCER> struct Block {
     static __device__ __forceinline__ void be_producer() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER)); }
 };
 using PrefillBlock = Block<1, 232, 136>;                        // one chain, outputs
+using HalfBlock = Block<1, 168, 168>;                           // one chain over half of V
 using SegmentBlock = Block<2, 168, 88>;                         // two chains over the same tiles: local state and transfer
 
 // ---- PTX -----------------------------------------------------------------------------------------------------------
@@ -141,6 +142,10 @@ DEV void mbar_arrive_when_copied(u32 bar) { asm volatile("cp.async.mbarrier.arri
 DEV void mbar_wait(u32 bar, u32 parity) {
     asm volatile("{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@!p bra W;\n}" :: "r"(bar), "r"(parity) : "memory");
 }
+// Programmatic dependent launch: the next kernel's blocks may start once every block here has said so; they wait, before they
+// touch what this kernel writes, until it has ended.
+DEV void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEV void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEV void bar_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
 
 // A tile's life: loaded (raw) -> normed (1 / |q|, 1 / |k| known) -> scaled -> ready (M and P made) -> free.

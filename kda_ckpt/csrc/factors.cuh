@@ -39,9 +39,10 @@ template <bool OUT> struct Producer {
     int made;                                                   // tiles this group has made so far, in all phases
     u32 pair_base;                                              // this thread's channel pair and half of the tokens
     const char *q_from, *k_from, *v_from, *g_from;              // this thread's 16 bytes of token 0
+    bool loads_v;                                               // the block's part of V has this thread's 16 bytes
     u32 to_lane;                                                // and where they go, for the first half of a tile
 
-    DEV Producer(const Params &p_, u32 smem_, int tid, int head_) : p(p_), smem(smem_), head(head_) {
+    DEV Producer(const Params &p_, u32 smem_, int tid, int head_, int v_part, int v_parts) : p(p_), smem(smem_), head(head_) {
         group = tid / GROUP_THREADS; thread = tid % GROUP_THREADS; warp = thread / 32; lane = thread % 32; made = 0;
         u32 pair = warp * 16 + lane % 16, half = lane / 16;
         pair_base = chunk_at(half * 8, pair >> 2) + (pair & 3) * 4;
@@ -51,6 +52,7 @@ template <bool OUT> struct Producer {
         u32 column = head * (HEAD * 2) + (thread & 15) * 16;
         q_from = (const char *)p.q + column; k_from = (const char *)p.k + column;
         v_from = (const char *)p.v + column; g_from = (const char *)p.g + column;
+        loads_v = (thread & 15) / (16 / v_parts) == v_part;
         to_lane = once(chunk_at(thread >> 4, thread & 15));
         if (OUT) { q_from = once(q_from); k_from = once(k_from); v_from = once(v_from); g_from = once(g_from); }
     }
@@ -78,7 +80,7 @@ template <bool OUT> struct Producer {
             if (OUT) cp_async16(to + Q_AT, wide(token, p.q_stride, q_from), valid);
             cp_async16(to + K_AT, wide(token, p.k_stride, k_from), valid);
             cp_async16(to + G_AT, wide(token, p.g_stride, g_from), valid);
-            cp_async16(to + V_AT, wide(token, p.v_stride, v_from), valid);
+            if (loads_v) cp_async16(to + V_AT, wide(token, p.v_stride, v_from), valid);
         }
         mbar_arrive_when_copied(bar_loaded(smem, s));
     }

@@ -35,33 +35,42 @@ DEV int row_of_rank(const Params &p, int rank, int *answer) {
     return *answer;
 }
 
-// One block: the outputs of one segment of one row and head (of the whole row when rows are not cut).
-extern "C" __global__ void __launch_bounds__(PrefillBlock::THREADS, 1) prefill(const __grid_constant__ Params p) {
-    extern __shared__ __align__(1024) char bytes[];
+// One block: the outputs of one segment of one row and head (of the whole row when rows are not cut), for all of V or half.
+template <typename Block, int ROWS> DEV void prefill_block(const Params &p, char *bytes) {
     u32 smem = smem_addr(bytes);
     init_shared(smem, 1);
-    int head = blockIdx.x % p.H, unit = blockIdx.x / p.H;
+    constexpr int SPLIT = 32 / ROWS;
+    int item = blockIdx.x / SPLIT, head = item % p.H, unit = item / p.H, part = blockIdx.x % SPLIT;
     int row, segment = 0;
     if (!p.units) row = row_of_rank(p, unit, (int *)(bytes + MISC_AT));
     else if (!find_unit(p, unit, row, segment)) return;
     int row_begin = p.cu[row], row_end = p.cu[row + 1], begin = row_begin, end = row_end;
     if (p.units) { begin += segment * p.segment_len; end = min(begin + p.segment_len, row_end); }
     __syncthreads();
-    if (threadIdx.x < PrefillBlock::CHAIN_THREADS) {
-        PrefillBlock::be_chain();
-        int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        Chain<true> chain(p, smem, warp, lane, head);
+    if (threadIdx.x < Block::CHAIN_THREADS) {
+        Block::be_chain();
+        int warp = part * CHAIN_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+        Chain<true, ROWS> chain(p, smem, warp, lane, head);
         long long at = ((long long)row * p.H + head) * HEAD * HEAD;
-        if (segment > 0) state_load(chain.S, p.local + ((long long)(unit - 1) * p.H + head) * HEAD * HEAD, warp, lane);
-        else if (p.h0) state_load(chain.S, p.h0 + at, warp, lane);
-        else state_zero(chain.S);
+        if (p.units) wait_for_previous();                       // the stitch; the producers are at work meanwhile
+        if (segment > 0) state_load<ROWS>(chain.S, p.local + ((long long)(unit - 1) * p.H + head) * HEAD * HEAD, warp, lane);
+        else if (p.h0) state_load<ROWS>(chain.S, p.h0 + at, warp, lane);
+        else state_zero<ROWS>(chain.S);
         if (begin < end) chain.run(row, row_begin, true);
-        if (end == row_end) state_store(chain.S, (char *)p.hT + at * (p.hT_bf16 ? 2 : 4), p.hT_bf16, warp, lane);
+        if (end == row_end) state_store<ROWS>(chain.S, (char *)p.hT + at * (p.hT_bf16 ? 2 : 4), p.hT_bf16, warp, lane);
     } else {
-        PrefillBlock::be_producer();
-        Producer<true> producer(p, smem, threadIdx.x - PrefillBlock::CHAIN_THREADS, head);
+        Block::be_producer();
+        Producer<true> producer(p, smem, threadIdx.x - Block::CHAIN_THREADS, head, part, SPLIT);
         producer.run(begin, end, row_begin, p.offsets ? p.offsets + row * p.C : nullptr, 0);
     }
+}
+extern "C" __global__ void __launch_bounds__(PrefillBlock::THREADS, 1) prefill(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) char bytes[];
+    prefill_block<PrefillBlock, 32>(p, bytes);
+}
+extern "C" __global__ void __launch_bounds__(HalfBlock::THREADS, 1) prefill_half(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) char bytes[];
+    prefill_block<HalfBlock, 16>(p, bytes);
 }
 
 // One block: what one segment of one row and head does to the state. Of its two chains the first finds the state that the
@@ -77,6 +86,7 @@ extern "C" __global__ void __launch_bounds__(SegmentBlock::THREADS, 1) segments(
     int row_begin = p.cu[row], begin = row_begin + segment * p.segment_len, end = begin + p.segment_len;
     if (end >= p.cu[row + 1]) return;                           // nothing follows this segment
     init_shared(smem, 2);
+    let_next_start();
     __syncthreads();
     int probe = max(begin, end - PROBE);
     auto forgotten = [&]() {
@@ -88,8 +98,8 @@ extern "C" __global__ void __launch_bounds__(SegmentBlock::THREADS, 1) segments(
         int warp = threadIdx.x / 32 % CHAIN_WARPS, lane = threadIdx.x % 32;
         bool is_transfer = threadIdx.x >= CHAIN_WARPS * 32;
         long long at = (long long)unit * p.H + head, pair = (long long)row * p.H + head;
-        Chain<false> chain(p, smem, warp, lane, head);
-        if (is_transfer) state_identity(chain.S, warp, lane); else state_zero(chain.S);
+        Chain<false, 32> chain(p, smem, warp, lane, head);
+        if (is_transfer) state_identity<32>(chain.S, warp, lane); else state_zero<32>(chain.S);
         chain.run(row, row_begin, !is_transfer);
         if (is_transfer) {
             float sum = chain.norm2();
@@ -97,16 +107,16 @@ extern "C" __global__ void __launch_bounds__(SegmentBlock::THREADS, 1) segments(
         }
         bool done = forgotten();
         if (!done) {
-            if (is_transfer) state_identity(chain.S, warp, lane);
-            else if (segment == 0 && p.h0) state_load(chain.S, p.h0 + pair * HEAD * HEAD, warp, lane);
-            else state_zero(chain.S);
+            if (is_transfer) state_identity<32>(chain.S, warp, lane);
+            else if (segment == 0 && p.h0) state_load<32>(chain.S, p.h0 + pair * HEAD * HEAD, warp, lane);
+            else state_zero<32>(chain.S);
             chain.run(row, row_begin, !is_transfer);
         }
-        if (!is_transfer || !done) state_store(chain.S, (is_transfer ? p.transfer : p.local) + at * HEAD * HEAD, false, warp, lane);
+        if (!is_transfer || !done) state_store<32>(chain.S, (is_transfer ? p.transfer : p.local) + at * HEAD * HEAD, false, warp, lane);
         if (threadIdx.x == 0) p.forgotten[at] = done;
     } else {
         SegmentBlock::be_producer();
-        Producer<false> producer(p, smem, threadIdx.x - SegmentBlock::CHAIN_THREADS, head);
+        Producer<false> producer(p, smem, threadIdx.x - SegmentBlock::CHAIN_THREADS, head, 0, 1);
         int tiles = producer.run(probe, end, row_begin, nullptr, 0);
         if (!forgotten()) producer.run(begin, end, row_begin, nullptr, tiles);
     }
@@ -114,6 +124,8 @@ extern "C" __global__ void __launch_bounds__(SegmentBlock::THREADS, 1) segments(
 
 extern "C" __global__ void __launch_bounds__(256) stitch(const __grid_constant__ Params p) {
     __shared__ float S[16][STITCH_ROW];
+    let_next_start();
+    wait_for_previous();
     int pair = blockIdx.x / 8;
     stitch_rows(p, S, pair / p.H, pair % p.H, (blockIdx.x % 8) * 16);
 }

@@ -9,8 +9,8 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from kda_ckpt.backends import TorchBackend, get_backend
-from kda_ckpt.cuda_kda import FORGOTTEN, PROBE, flashkda_prefill, plan, workspace_bytes
+from kda_ckpt.backends import TorchBackend, get_backend  # noqa: E402
+from kda_ckpt.cuda_kda import FORGOTTEN, PROBE, flashkda_prefill, plan, workspace_bytes  # noqa: E402
 
 D, DEV = 128, "cuda"
 OUT_LIMIT, STATE_LIMIT = 6.7e-3, 5.8e-3
@@ -19,7 +19,10 @@ OUT_LIMIT, STATE_LIMIT = 6.7e-3, 5.8e-3
 def inputs(lens, heads, regime="mixed", seed=0):
     """Raw inputs of packed rows, in the gate regimes of the peers' benchmark and at the gate's extremes."""
     gen = torch.Generator(DEV).manual_seed(seed)
-    randn = lambda *shape: torch.randn(*shape, device=DEV, generator=gen)
+
+    def randn(*shape):
+        return torch.randn(*shape, device=DEV, generator=gen)
+
     T, N = sum(lens), len(lens)
     q, k, v, g = (randn(T, heads, D).bfloat16() for _ in range(4))
     A_log, dt_bias = torch.zeros(heads, device=DEV), randn(heads, D) * 0.1
@@ -42,7 +45,9 @@ def inputs(lens, heads, regime="mixed", seed=0):
 
 
 def truth(x, gates, h0, offsets=None):
-    double = lambda d: {n: t.double() if torch.is_tensor(t) and t.is_floating_point() else t for n, t in d.items()}
+    def double(d):
+        return {n: t.double() if torch.is_tensor(t) and t.is_floating_point() else t for n, t in d.items()}
+
     return TorchBackend().prefill(
         **double(x), **double(gates), initial_state=None if h0 is None else h0.double(), checkpoint_offsets=offsets
     )
@@ -61,6 +66,17 @@ def test_regimes_and_forced_segments(regime, segments):
     assert error(got.out, ref.out) < OUT_LIMIT and error(got.final_state, ref.final_state) < STATE_LIMIT
 
 
+@pytest.mark.parametrize("segments", [1, 3])
+def test_halves_of_v_are_bitwise_the_whole(segments):
+    x, gates, h0 = inputs([130, 40], 3)
+    offsets = torch.tensor([[100], [7]], device=DEV)
+    one, two = (
+        flashkda_prefill(**x, **gates, initial_state=h0, checkpoint_offsets=offsets, segments=segments, v_parts=parts)
+        for parts in (1, 2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(one, two))
+
+
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 1500])
 @pytest.mark.parametrize("regime", ["mixed", "gate -5", "gate -1e-4", "logits 1e3"])
 def test_lengths_and_gate_extremes(regime, length):
@@ -77,15 +93,12 @@ def test_ragged_rows_checkpoints_and_guard_bands(dtype, segments):
     x, gates, h0 = inputs(lens, 3)
     N, H = len(lens), 3
     ref = truth(x, gates, h0.to(dtype), offsets)
-    guarded = lambda n, dt: torch.full((n + 2048,), 7.0, device=DEV, dtype=dt)
     sizes = dict(out=x["v"].numel(), final_state=N * H * D * D, checkpoint_state=N * 2 * H * D * D)
     dtypes = dict(out=torch.bfloat16, final_state=dtype, checkpoint_state=dtype)
     shapes = dict(out=x["v"].shape, final_state=(N, H, D, D), checkpoint_state=(N, 2, H, D, D))
-    bands = {name: guarded(n, dtypes[name]) for name, n in sizes.items()}
+    bands = {name: torch.full((n + 2048,), 7.0, device=DEV, dtype=dtypes[name]) for name, n in sizes.items()}
     inner = {name: bands[name][1024:-1024].view(shapes[name]) for name in bands}
-    flashkda_prefill(
-        **x, **gates, initial_state=h0.to(dtype), checkpoint_offsets=offsets, segments=segments, **inner
-    )
+    flashkda_prefill(**x, **gates, initial_state=h0.to(dtype), checkpoint_offsets=offsets, segments=segments, **inner)
     limits = dict(out=OUT_LIMIT, final_state=STATE_LIMIT, checkpoint_state=STATE_LIMIT)
     wanted = offsets > 0
     assert error(inner["out"], ref.out) < limits["out"]
@@ -99,9 +112,14 @@ def test_ragged_rows_checkpoints_and_guard_bands(dtype, segments):
 @pytest.mark.parametrize("cut", [1, 15, 16, 47, 64, 99])
 def test_one_call_equals_two(cut):
     x, gates, h0 = inputs([100], 2)
-    cu = lambda n: torch.tensor([0, n], device=DEV, dtype=torch.int32)
+
+    def cu(n):
+        return torch.tensor([0, n], device=DEV, dtype=torch.int32)
+
+    def part(tokens):
+        return {n: t[tokens].contiguous() for n, t in x.items()}
+
     whole = flashkda_prefill(**x, **gates, initial_state=h0, checkpoint_offsets=torch.tensor([cut], device=DEV))
-    part = lambda s: {n: t[s].contiguous() for n, t in x.items()}
     first = flashkda_prefill(**part(slice(0, cut)), **{**gates, "cu_seqlens": cu(cut)}, initial_state=h0)
     second = flashkda_prefill(
         **part(slice(cut, None)), **{**gates, "cu_seqlens": cu(100 - cut)}, initial_state=first.final_state
@@ -186,7 +204,9 @@ def test_operator_is_registered_right():
     x, gates, h0 = inputs([64], 2)
     out, final = torch.empty_like(x["v"]), torch.empty_like(h0)
     args = (*x.values(), gates["A_log"], gates["dt_bias"], -5.0, gates["cu_seqlens"], h0, None, None, out, final, None)
-    torch.library.opcheck(torch.ops.kda_ckpt.flashkda_prefill, (*args, 0, 0, False), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        torch.ops.kda_ckpt.flashkda_prefill, (*args, 0, 0, False, 1), test_utils=("test_schema", "test_faketensor")
+    )
 
 
 def test_bad_calls_are_refused_before_any_launch():
