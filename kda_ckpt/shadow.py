@@ -210,6 +210,7 @@ class ShadowCaches:
         self.touched: set[int] = set()  # blocks hashed or written in this step
         self._pool_take, self.pool.take = self.pool.take, self._take
         self._pool_cache, self.pool.cache = self.pool.cache, self._cache
+        self._pool_cache_all, self.pool.cache_all = self.pool.cache_all, self._cache_all
 
     def _take(self, count: int) -> list[int]:
         blocks = self._pool_take(count)
@@ -226,6 +227,12 @@ class ShadowCaches:
             raise Violation("I6", "the null block was hashed")
         self.touched.add(block)
         self._pool_cache(block, group, block_hash)
+
+    def _cache_all(self, blocks: Sequence[int], group: int, hashes: Sequence[bytes]) -> None:
+        if NULL_BLOCK in blocks:
+            raise Violation("I6", "the null block was hashed")
+        self.touched.update(blocks)
+        self._pool_cache_all(blocks, group, hashes)
 
 # %% ../nbs/12_proof.ipynb #8a0a937f
 class ShadowTruth(ShadowCaches):
@@ -633,13 +640,15 @@ class ShadowWorld(ShadowEngine):
             list(s.waiting), list(s.running),
             [{name: list(row) for name, row in manager.rows.items()} for manager in m.managers],
             list(p.ref_counts), p._free.copy(), [{h: list(b) for h, b in cached.items()} for cached in p._cached],
-            list(p._key_of), p.evictions, list(self.states), list(self.windows), self.entries.copy(),
+            list(p._key_of), p.evictions, list(self.states), list(self.windows), self.entries.copy(), m._quiet_until.copy(),
         )  # fmt: skip
 
     def restore(self, snapshot: tuple) -> None:
         """Go back to a snapshot."""
         s, m, p = self.scheduler, self.manager, self.pool
-        requests, waiting, running, rows, counts, free, cached, keys, evictions, states, windows, entries = snapshot
+        requests, waiting, running, rows, counts, free, cached, keys, evictions, states, windows, entries, quiet = (
+            snapshot
+        )
         s.requests.clear()
         for r, tokens, hashes, computed, junction, status, num_cached, forwards, preemptions in requests:
             r.token_ids, r.block_hashes, r.num_computed_tokens, r.junction, r.status = (
@@ -658,7 +667,7 @@ class ShadowWorld(ShadowEngine):
         for manager in m.mamba_managers:
             manager.step_hashes.clear()
             manager.held_for_copies.clear()
-        m._copies = []
+        m._copies, m._quiet_until = [], quiet.copy()
         p.ref_counts[:], p._free, p._key_of[:], p.evictions = counts, free.copy(), keys, evictions
         p._cached[:] = [{h: list(b) for h, b in table.items()} for table in cached]
         self.states[:], self.windows[:], self.entries = states, windows, entries.copy()
