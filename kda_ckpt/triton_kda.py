@@ -123,12 +123,12 @@ def _pair_mask(level, SAFE: tl.constexpr):
 # %% ../nbs/05_flashkda_triton.ipynb #162358ca
 @triton.jit
 def _write_levels(levels_ptr, which):
-    """0/1 matrices that sum log decays: 0..5 toward the middle of 2B = 2..64 tokens, 6 up to here in a tile, 7 in the slab"""
+    """0/1 matrices that sum log decays: 0..5 toward the middle of 2B = 2..64 tokens, 6 up to here in a tile, 7 in the slab, 8 after"""
     r = tl.arange(0, SLAB)[:, None]
     columns = tl.arange(0, 2 * SLAB)[None, :]
     c = columns % SLAB
-    B = tl.where(which == 6, TILE, tl.where(which == 7, SLAB, 1 << which))
-    later = (r // B % 2 == 1) | (which >= 6)
+    B = tl.where(which == 6, TILE, tl.where(which >= 7, SLAB, 1 << which))
+    later = (r // B % 2 == 1) | ((which == 6) | (which == 7))
     m = (r // B == c // B) & (later == (c <= r))
     tl.store(levels_ptr + which * (2 * SLAB * SLAB) + r * (2 * SLAB) + columns, _bf16(m.to(tl.float32)))
 
@@ -238,21 +238,22 @@ def _invert_unit_lower(low):
 
 # %% ../nbs/05_flashkda_triton.ipynb #c5f844d5
 @triton.jit
-def _store_key_factors(q_at, k_at, log_at, total_at, out, levels_ptr, solve, qk, q_row, k_row, real,
+def _store_key_factors(q_at, k_at, log_at, out, levels_ptr, solve, qk, q_row, k_row, real,
                        D: tl.constexpr, BK: tl.constexpr, ST: tl.constexpr):  # fmt: skip
     """W = solve (k decayed from the start), Q = q decayed from the start - qk W, K = k decayed to the end"""
     upto = _level(levels_ptr, 7)
+    after = _level(levels_ptr, 8)
     solve = _half(solve)
     for n in tl.range(0, D, BK, num_stages=ST):
         k = tl.load(k_at + n, mask=real[:, None], other=0.0).to(tl.float32) * k_row[:, None]
         q = tl.load(q_at + n, mask=real[:, None], other=0.0).to(tl.float32) * q_row[:, None]
-        c = _mm(upto, tl.load(log_at + n))
-        e = _exp2(c)
+        log = tl.load(log_at + n)
+        e = _exp2(_mm(upto, log))
         w = _bf16(tl.dot(solve, _half(k * e)))
         tl.store(out + n, w)
         tl.store(out + SLAB * D + n, _bf16(q * e - _mm(qk, w)))
-        rest = tl.load(total_at + n)[None, :] - c
-        tl.store(out + 2 * SLAB * D + n, _bf16(k * _exp2(rest)))
+        e = _exp2(_mm(after, log))
+        tl.store(out + 2 * SLAB * D + n, _bf16(k * e))
 
 # %% ../nbs/05_flashkda_triton.ipynb #073bd8ef
 @triton.jit
@@ -301,7 +302,7 @@ def _prepare_kernel(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, bias_ptr, t
     qk, kk = _pair_scores(q_at, k_at, log_at, levels_ptr, real, SAFE, D, BK, ST)
     qk = _bf16(qk * q_row[:, None] * k_row[None, :])
     solve = _invert_unit_lower(kk * (beta * k_row)[:, None] * k_row[None, :]) * tl.where(real, beta, 0.0)[None, :]
-    _store_key_factors(q_at, k_at, log_at, total_at, out, levels_ptr, solve, qk, q_row, k_row, real, D, BK, ST)
+    _store_key_factors(q_at, k_at, log_at, out, levels_ptr, solve, qk, q_row, k_row, real, D, BK, ST)
     tl.debug_barrier()
     _store_value_factors(v_at, out, solve, qk, real, D, BK, ST)
 
@@ -424,7 +425,7 @@ def _workspace_parts(tokens: int, rows: int, heads: int, head_dim: int, checkpoi
     return [
         ("int32", slabs * 2),
         ("int32", rows * (checkpoints + 1) * 3),
-        ("bfloat16", 8 * 64 * 128),
+        ("bfloat16", 9 * 64 * 128),
         ("float32", slabs * heads * head_dim),
         ("bfloat16", slabs * heads * 5 * 64 * head_dim),
     ]
@@ -486,7 +487,7 @@ def _launch_prefill(
     ws = _carve(buffer, parts)
     slabs = parts[0][1] // 2
     columns = triton.next_power_of_2(C + 1)
-    _table_kernel[(N + 8,)](cu, cu if offsets is None else offsets, ws.table, ws.pieces, ws.levels, N, C, slabs,
+    _table_kernel[(N + 9,)](cu, cu if offsets is None else offsets, ws.table, ws.pieces, ws.levels, N, C, slabs,
                             COLUMNS=columns, ROWS=max(1, min(64, 1024 // columns**2)))  # fmt: skip
     strides = [x.stride(0) for x in (q, k, v, g, beta)]
     processors, hopper = _multiprocessors(v.device)
