@@ -419,6 +419,7 @@ class Workspace(NamedTuple):
     factors: torch.Tensor
 
 
+@functools.lru_cache
 def _workspace_parts(tokens: int, rows: int, heads: int, head_dim: int, checkpoints: int) -> list[tuple[str, int]]:
     """dtype and number of elements of each piece of the workspace, in order"""
     slabs = tokens // 64 + rows * (checkpoints + 1)
@@ -431,6 +432,7 @@ def _workspace_parts(tokens: int, rows: int, heads: int, head_dim: int, checkpoi
     ]
 
 
+@functools.lru_cache
 def workspace_size(tokens: int, rows: int, heads: int, head_dim: int, checkpoints: int = 0) -> int:
     """Bytes of scratch memory that `TritonBackend.prefill` needs; checkpoints: columns of checkpoint_offsets."""
     parts = _workspace_parts(tokens, rows, heads, head_dim, checkpoints)

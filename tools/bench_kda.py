@@ -188,6 +188,7 @@ def errors(found: dict) -> dict:
                 out, final = make(x, checkpoint)()
                 pair = [relative_error(out, exact.out), relative_error(final, exact.final_state)]
                 table.setdefault(regime, {})[name] = [round(e, 6) for e in pair]
+                print(f"{regime} {name}: error {pair[0]:.2e} (out), {pair[1]:.2e} (state)", flush=True)
             except Exception as error:
                 table.setdefault(regime, {})[name] = f"{type(error).__name__}: {str(error)[:120]}"
     return table
@@ -296,7 +297,6 @@ def main() -> int:
     found = runners(names(args.backends), names(args.peers), args.peers_dir)
     result = machine()
     result["errors"] = errors(found)
-    print(json.dumps(result["errors"]), flush=True)
     ours = [n for n in names(args.backends) if n in found]
     result["store"] = {n: time_store(n) for n in ours}
     result["decode"] = {n: time_decode(n) for n in ours}
