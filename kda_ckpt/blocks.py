@@ -76,6 +76,13 @@ class BlockPool:
         self._key_of[block] = (group, block_hash)
         self._cached[group].setdefault(block_hash, []).append(block)
 
+    def cache_all(self, blocks: Sequence[int], group: int, hashes: Sequence[bytes]) -> None:
+        """`cache` for held blocks that carry no hash yet, one hash each."""
+        keys, cached = self._key_of, self._cached[group]
+        for block, block_hash in zip(blocks, hashes):
+            keys[block] = (group, block_hash)
+            cached.setdefault(block_hash, []).append(block)
+
     def uncache(self, block: int) -> None:
         """Take a block's hash away; a free block stays where it is in the queue."""
         key = self._key_of[block]
@@ -107,12 +114,12 @@ __all__ = ['NULL_BLOCK', 'BlockPool', 'extend_hashes']
 def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], hash_block_size: int) -> None:
     """Append the chained hashes of all complete hash blocks of `token_ids` that `hashes` lacks.
 
-    hashes: entry i names the tokens [0, (i + 1) · hash_block_size)
+    hashes: entry i names the tokens [0, (i + 1) · hash_block_size); token ids are from 0 to 2³² − 1
     """
     done = len(hashes) * hash_block_size
     if len(token_ids) - done < hash_block_size:
         return
-    data, width = array("q", token_ids[done:]).tobytes(), 8 * hash_block_size
+    data, width = array("I", token_ids[done:]).tobytes(), 4 * hash_block_size
     parent = hashes[-1] if hashes else b"kda-ckpt"
     for start in range(0, len(data) - width + 1, width):
         parent = blake2b(parent + data[start : start + width], digest_size=16).digest()

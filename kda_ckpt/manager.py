@@ -72,6 +72,10 @@ class GroupManager:
         """Extend the request's row for the chunk and hash what the chunk will fill. Returns the copies it needs."""
         raise NotImplementedError
 
+    def quiet_until(self, chunk: Chunk) -> int:
+        """The `end` before which the request's next allocations change nothing here: no block, no hash, no release."""
+        return -(-chunk.end // self.block_size) * self.block_size
+
     def pop_blocks_for_free(self, request_id: str) -> list[int]:
         """Forget a request; its blocks, in the order in which they should be reused."""
         return self.rows.pop(request_id, [])[::-1]
@@ -107,8 +111,12 @@ class FullAttentionManager(GroupManager):
     def allocate_new_blocks(self, chunk: Chunk, hit: Sequence[int]) -> list[BlockCopy]:
         row = self.rows.setdefault(chunk.request_id, list(hit))
         row += self.pool.take(self.get_num_blocks_to_allocate(chunk, hit))
-        for column in range(chunk.start // self.block_size, chunk.end // self.block_size):
-            self.cache(row[column], chunk.hashes, (column + 1) * self.block_size)
+        if self.caching:
+            blocks = row[chunk.start // self.block_size : chunk.end // self.block_size]
+            stride = self.block_size // self.hash_block_size
+            hashes = chunk.hashes[(chunk.start // self.block_size + 1) * stride - 1 :: stride]
+            self.pool.cache_all(blocks, self.group, hashes)
+            self.step_blocks += blocks
         return []
 
 # %% ../nbs/03_mamba_manager.ipynb #61723edc
@@ -169,6 +177,13 @@ class MambaManager(GroupManager):
         row = self.rows.get(request_id, [])
         self.pool.release(row[:-1])
         row[:-1] = [NULL_BLOCK] * (len(row) - 1)
+
+    def quiet_until(self, chunk: Chunk) -> int:
+        row = self.rows[chunk.request_id]
+        if self.pool.hash_of(row[-1]) is not None or any(row[:-1]):
+            return 0
+        boundary = super().quiet_until(chunk)
+        return min(boundary, chunk.partial_tail) if self.partial_hits and chunk.end < chunk.partial_tail else boundary
 
     def allocate_new_blocks(self, chunk: Chunk, hit: Sequence[int]) -> list[BlockCopy]:
         request_id, start, end, *_ = chunk
@@ -262,6 +277,7 @@ class KVCacheManager:
             self.managers[-1].caching = self.caching
         self.mamba_managers = [manager for manager in self.managers if isinstance(manager, MambaManager)]
         self._copies: list[BlockCopy] = []
+        self._quiet_until: dict[str, int] = {}
 
     def _check_attention_block(self, spec: KVCacheSpec, mambas: Sequence[MambaSpec]) -> None:
         """Every position at which a Mamba hit may end must also be the end of an attention block."""
@@ -316,6 +332,8 @@ class KVCacheManager:
             raise ValueError(
                 f"num_new_tokens is {num_new_tokens}; only {len(request.token_ids) - start} tokens are left to compute"
             )
+        if end < self._quiet_until.get(request.request_id, 0):
+            return True
         shared = hit.blocks if first and start else tuple([] for _ in self.managers)
         if self.caching:
             extend_hashes(request.block_hashes, request.token_ids, self.hash_block_size)
@@ -335,6 +353,7 @@ class KVCacheManager:
             manager.release_passed_blocks(chunk.request_id)
         for manager in self.managers:
             self._copies += manager.allocate_new_blocks(chunk, shared[manager.group])
+        self._quiet_until[chunk.request_id] = min(manager.quiet_until(chunk) for manager in self.managers)
         return True
 
     def _is_pending(self, block_hash: bytes) -> bool:
@@ -343,6 +362,7 @@ class KVCacheManager:
 
     def free(self, request: HasTokens) -> None:
         """Give back everything the request holds; a request that holds nothing is no error."""
+        self._quiet_until.pop(request.request_id, None)
         for manager in self.managers:
             self.pool.release(manager.pop_blocks_for_free(request.request_id))
 

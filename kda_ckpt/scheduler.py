@@ -40,6 +40,7 @@ def mamba_block_aligned_split(
     partial_hits: bool = False,
     hash_block_size: int | None = None,
     use_eagle: bool = False,
+    whole_blocks: bool = False,
 ) -> int:
     """How many of the `num_new_tokens` tokens that the budget allows the request computes in this step (0: wait).
 
@@ -49,6 +50,7 @@ def mamba_block_aligned_split(
     checkpoints: the switch, see `mamba_has_prefill_checkpoint_blocks`
     junction: position where other requests' prefixes part from this one (0: none)
     partial_hits, hash_block_size: hits may end at multiples of `hash_block_size` inside a block
+    whole_blocks: let a chunk that does not finish the prefill never end inside a block, even if it is free
     """
     size = spec.block_size
     end = start + num_new_tokens
@@ -56,7 +58,7 @@ def mamba_block_aligned_split(
     if start >= prefill_end:
         return num_new_tokens
     free = checkpoints and not use_eagle and start % size == 0
-    if end < prefill_end and not free:
+    if end < prefill_end and (whole_blocks or not free):
         rounded = end // size * size
         if rounded > start:
             end = rounded
@@ -185,6 +187,7 @@ class Scheduler:
 
     specs: the cache spec of every group of the manager, in its order
     use_checkpoints: False stops at every boundary even where all groups could export (the split way)
+    whole_blocks: False lets free chunks end inside a block, as the original does
     """
 
     def __init__(
@@ -194,17 +197,19 @@ class Scheduler:
         specs: Sequence[KVCacheSpec],
         *,
         use_checkpoints: bool = True,
+        whole_blocks: bool = True,
     ) -> None:
         self.config, self.manager = config, manager
         self.specs = tuple(specs)
         self.mamba_specs = [spec for spec in specs if isinstance(spec, MambaSpec)]
         self.mamba_has_prefill_checkpoint_blocks = use_checkpoints and mamba_has_prefill_checkpoint_blocks(specs)
+        self.whole_blocks = whole_blocks
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.requests: dict[str, Request] = {}
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises `ValueError`, and changes nothing, when it is known already or could never run."""
+    def check(self, request: Request) -> None:
+        """Raise `ValueError` when the request is known already or could never run."""
         if request.request_id in self.requests:
             raise ValueError(f"request_id is {request.request_id!r}; a request of that name is not finished yet")
         length = request.num_prompt_tokens + request.max_tokens
@@ -219,6 +224,10 @@ class Scheduler:
                 f"prompt has {request.num_prompt_tokens} tokens and max_tokens is {request.max_tokens}; they may need {needed} "
                 f"blocks at once and the cache has {usable}"
             )
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises `ValueError`, and changes nothing, when it is known already or could never run."""
+        self.check(request)
         self.requests[request.request_id] = request
         self.waiting.append(request)
 
@@ -289,6 +298,7 @@ class Scheduler:
                 junction=request.junction,
                 partial_hits=self.manager.partial_hits,
                 hash_block_size=self.manager.hash_block_size,
+                whole_blocks=self.whole_blocks,
             )
         return n
 

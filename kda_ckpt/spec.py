@@ -121,9 +121,13 @@ class MambaSpec(KVCacheSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mamba_cache_mode not in CACHE_MODES:
-            raise ValueError(f"mamba_cache_mode is {self.mamba_cache_mode!r}; it must be one of {', '.join(CACHE_MODES)}")
+            raise ValueError(
+                f"mamba_cache_mode is {self.mamba_cache_mode!r}; it must be one of {', '.join(CACHE_MODES)}"
+            )
         if len(self.shapes) != len(self.dtypes) or not self.shapes:
-            raise ValueError(f"shapes has {len(self.shapes)} entries and dtypes {len(self.dtypes)}; both need one per state tensor")
+            raise ValueError(
+                f"shapes has {len(self.shapes)} entries and dtypes {len(self.dtypes)}; both need one per state tensor"
+            )
         for shape in self.shapes:
             for size in shape:
                 check_int("shapes", size, 1)
@@ -164,7 +168,9 @@ class MambaSpec(KVCacheSpec):
         multiple of `checkpoint_alignment`. The query may start anywhere, also inside a block.
         """
         if not 0 <= query_start < query_end:
-            raise ValueError(f"query_start, query_end are {query_start}, {query_end}; they must satisfy 0 <= start < end")
+            raise ValueError(
+                f"query_start, query_end are {query_start}, {query_end}; they must satisfy 0 <= start < end"
+            )
         position = query_end - query_end % self.block_size
         offset = position - query_start
         if (
@@ -242,7 +248,9 @@ class KVCacheConfig:
         """The largest pool that fits in `memory_bytes`."""
         block_bytes = cls(tuple(groups), 2).block_bytes
         if memory_bytes < 2 * block_bytes:
-            raise ValueError(f"memory_bytes is {memory_bytes}; one block takes {block_bytes}, and at least 2 blocks are needed")
+            raise ValueError(
+                f"memory_bytes is {memory_bytes}; one block takes {block_bytes}, and at least 2 blocks are needed"
+            )
         return cls(tuple(groups), memory_bytes // block_bytes)
 
 # %% ../nbs/01_mamba_spec.ipynb #2695ddd0

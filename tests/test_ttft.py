@@ -1,0 +1,245 @@
+"""The TTFT experiment: its prompts, its numbers, its prediction, and that its checks find what is wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kda_ckpt.backends import TorchBackend
+from kda_ckpt.engine import StepStats
+from kda_ckpt.explain import WAYS
+from kda_ckpt.plots import draw_cost, draw_ttft
+from kda_ckpt.ttft import (
+    ForwardCost,
+    Plan,
+    TTFTConfig,
+    change,
+    cut_prompts,
+    fit_cost,
+    judge_shares,
+    make_llm,
+    predict,
+    predict_changes,
+    resend_prompt,
+    resolve,
+    run_ttft,
+    total_tokens,
+)
+
+SMALL = TTFTConfig(
+    concurrency=(1, 3),
+    prompt_len=(200,),
+    output_len=3,
+    block_size=48,
+    budget=256,
+    repeats=2,
+    device="cpu",
+    backend="torch",
+)
+
+
+@pytest.fixture(scope="module")
+def small_result():
+    counted: list[int] = []
+    result = run_ttft(SMALL, progress=lambda tokens, label: counted.append(tokens))
+    return result, sum(counted)
+
+
+def test_small_experiment(small_result) -> None:
+    result, _ = small_result
+    assert result.ok and result.failures == []
+    alone, together = result.points
+    assert alone["ways"]["split"]["forwards_per_prefill"] == 2
+    assert alone["ways"]["internal"]["forwards_per_prefill"] == 1
+    assert alone["ways"]["split"]["tokens_per_forward"] == 100
+    for point in (alone, together):
+        assert set(point["ways"]) == set(point["resend"]["ways"]) == set(WAYS)
+        for way in WAYS:
+            assert point["ways"][way]["cached_tokens"] == 0
+            assert point["resend"]["ways"][way]["cached_tokens"] == 192
+            assert point["ways"][way]["preemptions"] == point["resend"]["ways"][way]["preemptions"] == 0
+            numbers = point["ways"][way]["ttft"]
+            assert 0 < numbers["median"] <= numbers["p95"]
+            assert len(point["ways"][way]["runs"]) == 2
+        for change_of in point["changes"].values():
+            assert change_of["low"] <= change_of["percent"] <= change_of["high"]
+    assert result.checks["policy"] == "exact"
+    assert result.checks["cold"] == {"share": 0.0, "limit": 0.0, "requests": 8, "ok": True}
+    assert result.checks["resend_against_off"]["requests"] == 2 * (1 + 2)
+
+
+def test_result_is_json_and_can_be_drawn(small_result, tmp_path) -> None:
+    result, _ = small_result
+    result.save(tmp_path / "ttft.json")
+    stored = json.loads((tmp_path / "ttft.json").read_text())
+    assert stored["ok"] and stored["config"]["prompt_len"] == [200]
+    assert stored["machine"]["cpu"] and stored["machine"]["versions"]["torch"] and stored["machine"]["date"]
+    assert stored["engine"]["backend"] == "torch" and stored["seconds"] > 0
+    for figure in (draw_ttft(stored), draw_cost(stored)):
+        figure.savefig(tmp_path / "picture.png")
+        assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def test_progress_adds_up(small_result) -> None:
+    _, counted = small_result
+    assert 0.85 < counted / total_tokens(resolve(SMALL)) < 1.15
+
+
+def test_measured_forwards_are_the_replayed_ones(small_result) -> None:
+    """What the prediction replays is what the engine does, forward by forward."""
+    result, _ = small_result
+    for point in result.points:
+        measured = {way: point["ways"][way]["forwards_per_prefill"] for way in WAYS}
+        percent = 100 * (measured["internal"] / measured["split"] - 1)
+        assert point["predicted"]["forwards_per_prefill"] == pytest.approx(percent)
+
+
+@pytest.mark.parametrize("budget, waves, length", [(64, 1, 200), (256, 2, 150), (100, 1, 96), (256, 1, 40)])
+def test_other_shapes(budget: int, waves: int, length: int) -> None:
+    """Budgets below the prompt, a prompt on a boundary, one shorter than a block, and more prompts than in flight."""
+    result = run_ttft(
+        replace(SMALL, concurrency=(2,), prompt_len=(length,), budget=budget, waves=waves, repeats=1, check_requests=3)
+    )
+    assert result.ok, result.failures
+    [point] = result.points
+    assert (point["resend"] is None) == (length < 48)
+    assert len(point["ways"]["split"]["runs"]) == 1
+    measured = {way: point["ways"][way]["forwards_per_prefill"] for way in WAYS}
+    assert point["predicted"]["forwards_per_prefill"] == pytest.approx(
+        100 * (measured["internal"] / measured["split"] - 1)
+    )
+
+
+def test_one_engine_for_several_experiments() -> None:
+    config = resolve(replace(SMALL, repeats=1))
+    llm = make_llm(config)
+    first, second = run_ttft(config, llm=llm), run_ttft(replace(config, concurrency=(2,)), llm=llm)
+    assert first.ok and second.ok and len(second.points) == 1
+
+
+def test_unwritten_checkpoints_are_found(monkeypatch) -> None:
+    """If the kernel does not write the states it was asked for, the experiment must not pass."""
+    monkeypatch.setattr(TorchBackend, "store_cache_checkpoints", lambda self, **kwargs: None)
+    result = run_ttft(replace(SMALL, repeats=1, output_len=8))
+    assert not result.ok
+    assert any("caching off" in line for line in result.failures)
+    assert not result.checks["resend_against_off"]["ok"] and result.checks["cold"]["ok"]
+
+
+def test_lost_hits_are_found(monkeypatch) -> None:
+    from kda_ckpt.manager import MambaManager
+
+    monkeypatch.setattr(MambaManager, "find_longest_prefix", lambda self, hashes, max_length: (0, 0))
+    result = run_ttft(replace(SMALL, concurrency=(1,), repeats=1))
+    assert any("a resend found 0 tokens in the cache instead of 192" in line for line in result.failures)
+
+
+def test_share_policy_in_bfloat16() -> None:
+    result = run_ttft(replace(SMALL, concurrency=(4,), repeats=1, dtype="bfloat16", token_check="share", output_len=8))
+    assert result.checks["policy"] == "share"
+    assert result.checks["baseline_share"] is not None
+    assert result.checks["cold"]["requests"] == 4 and result.checks["cold"]["limit"] >= result.checks["baseline_share"]
+
+
+def test_shares_are_judged() -> None:
+    assert judge_shares([0.0] * 4, [], "exact")["ok"]
+    assert not judge_shares([0.0, 0.01], [0.5, 0.5], "exact")["ok"]
+    assert judge_shares([0.3, 0.1], [0.2, 0.2], "share")["ok"]
+    assert not judge_shares([0.9] * 8, [0.1] * 8, "share")["ok"]
+    assert judge_shares([], [], "share")["ok"]
+
+
+def test_defaults_follow_the_device() -> None:
+    config = resolve(TTFTConfig(device="cpu"))
+    assert (config.output_len, config.repeats, config.warmup, config.token_check) == (8, 3, 0, "exact")
+    assert resolve(TTFTConfig(device="cpu", dtype="bfloat16")).token_check == "share"
+    assert resolve(TTFTConfig(device="cpu", repeats=7)).repeats == 7
+
+
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
+        ({"concurrency": ()}, "concurrency"),
+        ({"concurrency": (1, 0)}, "concurrency"),
+        ({"prompt_len": (-5,)}, "prompt_len"),
+        ({"output_len": 0}, "output_len"),
+        ({"block_size": 0}, "block_size"),
+        ({"budget": 0}, "budget"),
+        ({"repeats": 0}, "repeats"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"token_check": "hope"}, "token_check"),
+        ({"prompts": "no/such/file"}, "prompts"),
+        ({"config": "no/such/file"}, "config"),
+        ({"preset": "huge"}, "preset"),
+        ({"device": "abacus"}, "device"),
+        ({"device": "cuda:99"}, "device"),
+        ({"backend": "abacus"}, "backend"),
+    ],
+)
+def test_bad_config(wrong: dict, named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named} (is|has)"):
+        run_ttft(TTFTConfig(**{"device": "cpu", **wrong}))
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.lists(st.integers(0, 3), min_size=1, max_size=8))
+def test_resends_share_exactly_the_last_boundary(length: int, block_size: int, pattern: list[int]) -> None:
+    prompt = [pattern[i % len(pattern)] for i in range(length)]
+    again, boundary = resend_prompt(prompt, block_size), length // block_size * block_size
+    if not boundary:
+        assert again is None
+        return
+    assert again[:boundary] == prompt[:boundary] and len(again) > boundary
+    assert len(again) == length or boundary == length
+    assert boundary == length or again[boundary] != prompt[boundary]
+    assert all(token >= 0 for token in again)
+
+
+def test_prompts_are_cut_from_a_file(tmp_path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(np.random.default_rng(0).bytes(1000))
+    result = run_ttft(replace(SMALL, prompts=str(path), concurrency=(1,), repeats=1))
+    assert result.ok
+    path.write_bytes(b"x" * 1000)
+    with pytest.raises(ValueError, match="start alike"):
+        run_ttft(replace(SMALL, prompts=str(path)))
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="prompts is .*empty"):
+        run_ttft(replace(SMALL, prompts=str(path)))
+
+
+@given(st.integers(1, 12), st.integers(1, 200))
+def test_prompts_are_unique(count: int, length: int) -> None:
+    text = np.random.default_rng(1).bytes(700)
+    if min(length, 64) < 4:  # so short that two of them may well be the same
+        return
+    prompts = cut_prompts(text, count, length, 97)
+    assert len({tuple(prompt[:64]) for prompt in prompts}) == count
+    assert all(len(prompt) == length and max(prompt) < 97 for prompt in prompts)
+
+
+def test_changes_and_their_intervals() -> None:
+    assert change([1.0, 1.0, 1.0], [0.9, 0.8, 5.0])["percent"] == pytest.approx(-10)
+    many = change([1.0] * 20, [0.9 + 0.001 * i for i in range(20)])
+    assert many["interval"] == "95 % bootstrap" and -10 <= many["low"] < many["percent"] < many["high"] <= -8
+
+
+@given(st.floats(0, 1), st.floats(1e-6, 1e-2), st.lists(st.integers(2, 20000), min_size=2, max_size=6, unique=True))
+def test_costs_are_recovered(fixed: float, per_token: float, sizes: list[int]) -> None:
+    cost = fit_cost([StepStats(n, 1, 0, 0, 0, fixed + per_token * n) for n in sizes])
+    assert all(cost(n) == pytest.approx(fixed + per_token * n, rel=1e-3) for n in sizes)
+
+
+def test_prediction_for_one_request_is_the_formula() -> None:
+    plan = Plan(prompt_len=8000, output_len=4, concurrency=1, waves=1, block_size=1536, attention_block_size=1536,
+                budget=8192, alignment=16, num_blocks=64)  # fmt: skip
+    cost = ForwardCost(0.05, 1e-4, 0.02)
+    assert predict(plan, "split", cost, cost.decode)["ttft_mean"] == pytest.approx(0.1 + 0.8)
+    assert predict(plan, "internal", cost, cost.decode)["ttft_mean"] == pytest.approx(0.05 + 0.8)
+    assert predict(plan, "internal", cost, cost.decode)["latency_mean"] == pytest.approx(0.85 + 3 * 0.02)
+    assert predict_changes(plan, cost)["ttft_mean"] == pytest.approx(-100 * 0.05 / 0.9)
+    assert predict_changes(replace(plan, prompt_len=7680), cost)["ttft_mean"] == 0
