@@ -183,7 +183,7 @@ def run_trace(path: Path, world: World, limit: int | None, outputs: int = 4) -> 
                 numbers["skipped"] += 1  # too long for this pool
         if not engine.scheduler.has_unfinished:
             break
-        output = engine.step(sample=lambda request: (1 << 40) + int(request.request_id))
+        output = engine.step(sample=lambda request: (1 << 31) + int(request.request_id))
         if not output.chunks:
             raise Violation("I8", "a step with the whole budget runs nothing")
         if engine.num_steps % 2000 == 0:
