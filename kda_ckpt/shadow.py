@@ -147,7 +147,7 @@ class World:
     """Everything about a small world but what happens in it.
 
     alignment: of the kernel; checkpoints: whether it can export at all; partial_hits, hash_block_size: see chapter 3
-    num_blocks: of the pool, the null block included; step_tokens: the largest step budget
+    num_blocks: of the pool, the null block included; step_tokens: the largest step budget; whole_blocks: see chapter 2
     """
 
     block_size: int = 4
@@ -160,6 +160,7 @@ class World:
     step_tokens: int = 8192
     max_num_seqs: int = 64
     max_model_len: int = 1 << 20
+    whole_blocks: bool = True
 
     def specs(self) -> tuple[MLAAttentionSpec, MambaSpec]:
         """One attention group and one Mamba group."""
@@ -586,7 +587,9 @@ class ShadowEngine(ShadowForward):
         )
         super().__init__(world, manager, digest or ExactDigest())
         self.configs: dict[int | None, StepConfig] = {None: step_config(world)}
-        self.scheduler = Scheduler(self.configs[None], manager, self.specs, use_checkpoints=world.checkpoints)
+        self.scheduler = Scheduler(
+            self.configs[None], manager, self.specs, use_checkpoints=world.checkpoints, whole_blocks=world.whole_blocks
+        )
         self.attention_builder = AttentionMetadataBuilder(self.specs[0])
         self.kda_builder = KDAMetadataBuilder(self.specs[1])
         self.num_steps, self.finished = 0, []
@@ -640,7 +643,7 @@ class ShadowWorld(ShadowEngine):
             list(s.waiting), list(s.running),
             [{name: list(row) for name, row in manager.rows.items()} for manager in m.managers],
             list(p.ref_counts), p._free.copy(), [{h: list(b) for h, b in cached.items()} for cached in p._cached],
-            list(p._key_of), p.evictions, list(self.states), list(self.windows), self.entries.copy(), m._quiet_until.copy(),
+            list(p._key_of), p.evictions, list(self.states), list(self.windows), self.entries.copy(), dict(m._quiet_until),
         )  # fmt: skip
 
     def restore(self, snapshot: tuple) -> None:
@@ -667,7 +670,7 @@ class ShadowWorld(ShadowEngine):
         for manager in m.mamba_managers:
             manager.step_hashes.clear()
             manager.held_for_copies.clear()
-        m._copies, m._quiet_until = [], quiet.copy()
+        m._copies, m._quiet_until = [], dict(quiet)
         p.ref_counts[:], p._free, p._key_of[:], p.evictions = counts, free.copy(), keys, evictions
         p._cached[:] = [{h: list(b) for h, b in table.items()} for table in cached]
         self.states[:], self.windows[:], self.entries = states, windows, entries.copy()
@@ -797,14 +800,20 @@ def small_systems(total: int) -> Iterator[World]:
     for size in range(1, 5):
         for step in [d for d in range(1, size + 1) if size % d == 0]:
             for attention in [a for a in range(step, size + 1) if size % a == 0 and a % step == 0]:
-                for checkpoints, alignment in ((False, 1), (True, 1), (True, 2)):
+                for checkpoints, alignment, whole in (
+                    (False, 1, True),
+                    (True, 1, True),
+                    (True, 2, True),
+                    (True, 1, False),
+                    (True, 2, False),
+                ):
                     for partial in (False, True):
                         if partial and (step == size or attention != step):
                             continue
                         for limit in (*range(1, min(size, total)), total):
                             yield World(
                                 block_size=size, hash_block_size=step, attention_block_size=attention, alignment=alignment,
-                                checkpoints=checkpoints, partial_hits=partial, step_tokens=limit,
+                                checkpoints=checkpoints, partial_hits=partial, step_tokens=limit, whole_blocks=whole,
                             )  # fmt: skip
 
 
@@ -916,6 +925,6 @@ def random_world(rng: random.Random) -> World:
     world = World(
         size, step, attention, rng.choice((1, 1, 2, 3, 4)), rng.random() < 0.75, partial,
         step_tokens=rng.choice((rng.randrange(1, 2 * size + 2), 2 * length, 4 * length)),
-        max_num_seqs=rng.randrange(1, 7), max_model_len=length,
+        max_num_seqs=rng.randrange(1, 7), max_model_len=length, whole_blocks=rng.random() < 0.5,
     )  # fmt: skip
     return replace(world, num_blocks=world.smallest_pool(length) + rng.choice((0, 0, 1, 2, 4, 8, 16, 64)))

@@ -62,7 +62,9 @@ def test_three_requests():
 def saved(spec_of, world, **at):
     """Where one chunk leaves states that the cache keeps, and its end."""
     spec = spec_of(world)
-    n = mamba_block_aligned_split(spec, checkpoints=bool(spec.num_prefill_checkpoint_blocks), **at)
+    n = mamba_block_aligned_split(
+        spec, checkpoints=bool(spec.num_prefill_checkpoint_blocks), whole_blocks=world.whole_blocks, **at
+    )
     end, tail = at["start"] + n, at["num_prompt_tokens"] // world.hash_block_size * world.hash_block_size
     places = {end} if n and (end % world.block_size == 0 or (world.partial_hits and end == tail)) else set()
     plan = spec.plan_checkpoint(at["start"], end) if n else None
@@ -75,8 +77,8 @@ def test_a_chunk_saves_what_the_split_would_have(size, alignment):
     mamba = lambda world: world.specs()[1]  # noqa: E731
     checked = 0
     for step in [d for d in range(1, size + 1) if size % d == 0]:
-        for partial in {False, step < size}:
-            on = World(size, step, step, alignment, True, partial)
+        for partial, whole in product({False, step < size}, (False, True)):
+            on = World(size, step, step, alignment, True, partial, whole_blocks=whole)
             off = replace(on, checkpoints=False, alignment=1)
             for prompt, extra in product(range(1, 13), range(3)):
                 length = prompt + extra

@@ -27,8 +27,6 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from kda_ckpt import scheduler
-from kda_ckpt.scheduler import mamba_block_aligned_split
 from kda_ckpt.shadow import (
     Count,
     ShadowEngine,
@@ -162,18 +160,6 @@ def read_trace(path: Path, limit: int | None) -> Iterator[tuple[numpy.ndarray, i
         yield tokens[: record["input_length"]], record["output_length"]
 
 
-def rounded_split(spec, **at) -> int:
-    """The split, with a free chunk that cannot finish the prompt rounded down to a boundary, as the split way rounds it."""
-    start, size = at["start"], spec.block_size
-    end = start + at["num_new_tokens"]
-    if start % size == 0 and end < max(at["num_prompt_tokens"], at["num_tokens"] - 1):
-        if end // size * size > start:
-            at["num_new_tokens"] = end // size * size - start
-        elif size <= at["max_step_tokens"]:
-            return 0
-    return mamba_block_aligned_split(spec, **at)
-
-
 def run_trace(path: Path, world: World, limit: int | None, outputs: int = 4) -> dict:
     """One pass over the trace in arrival order, with shadow states; outputs are cut to `outputs` tokens."""
     engine = ShadowEngine(world, digest=WordDigest())
@@ -197,7 +183,7 @@ def run_trace(path: Path, world: World, limit: int | None, outputs: int = 4) -> 
                 numbers["skipped"] += 1  # too long for this pool
         if not engine.scheduler.has_unfinished:
             break
-        output = engine.step(sample=lambda request: (1 << 40) + int(request.request_id))
+        output = engine.step(sample=lambda request: (1 << 31) + int(request.request_id))
         if not output.chunks:
             raise Violation("I8", "a step with the whole budget runs nothing")
         if engine.num_steps % 2000 == 0:
@@ -224,18 +210,16 @@ def prove_trace(path: Path, limit: int | None) -> dict:
     runs = []
     cases = [(512, "ample", 32), (512, "scarce", 32), (1536, "ample", 32), (1536, "scarce", 32), (1536, "ample", 1)]
     for size, pool, at_once in cases:
-        for way in ("split", "internal", "internal, rounded")[: 3 if pool == "ample" else 2]:
+        for way in ("split", "internal", "internal, whole blocks")[: 3 if pool == "ample" else 2]:
             world = World(
                 size, 512, 512, 16, way != "split", num_blocks=300_000 if pool == "ample" else 800,
-                step_tokens=8192, max_num_seqs=at_once, max_model_len=1 << 18,
+                step_tokens=8192, max_num_seqs=at_once, max_model_len=1 << 18, whole_blocks=way != "internal",
             )  # fmt: skip
-            scheduler.mamba_block_aligned_split = rounded_split if "," in way else mamba_block_aligned_split
             with host_metadata():
                 row = {"pool": pool, "way": way, "at_once": at_once, **run_trace(path, world, limit)}
-            scheduler.mamba_block_aligned_split = mamba_block_aligned_split
             runs.append(row)
             print(
-                f"  B={size:4} {pool:6} {at_once:2} {way:17}: {row['requests']:,} requests, hit rate {row['hit_rate']:.1%}, "
+                f"  B={size:4} {pool:6} {at_once:2} {way:22}: {row['requests']:,} requests, hit rate {row['hit_rate']:.1%}, "
                 f"{row['forwards_per_request']:.2f} forwards a prompt, {row['forwards']:,} forwards, {row['exported']:,} exported, "
                 f"{row['evictions']:,} evictions, {row['preemptions']} preemptions, {row['us_per_step']:.0f} µs/step "
                 f"({row['seconds']:.0f} s)", flush=True
@@ -246,7 +230,9 @@ def prove_trace(path: Path, limit: int | None) -> dict:
 def commit() -> str:
     """The commit that was proved, "+" if the tree has changes."""
     git = lambda *a: subprocess.run(["git", *a], cwd=ROOT, capture_output=True, text=True).stdout.strip()  # noqa: E731
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if git("status", "--porcelain", "-uno") else "")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + (
+        "+" if git("status", "--porcelain", "-uno", ":!nbs/results") else ""
+    )
 
 
 def main() -> int:
@@ -261,6 +247,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
+    proved = commit()
     phases = {
         "worlds": lambda: prove_worlds(args.seconds, args.jobs),
         "random": lambda: prove_random(args.random_steps),
@@ -277,7 +264,7 @@ def main() -> int:
             print(f"VIOLATION {violation}", file=sys.stderr)
             return 1
         found |= {
-            "commit": commit(), "date": time.strftime("%Y-%m-%d"), "python": platform.python_version(),
+            "commit": proved, "date": time.strftime("%Y-%m-%d"), "python": platform.python_version(),
             "torch": torch.__version__, "numpy": numpy.__version__, "hypothesis": hypothesis.__version__,
         }  # fmt: skip
         RESULT.parent.mkdir(exist_ok=True)
