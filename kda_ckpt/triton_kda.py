@@ -738,7 +738,7 @@ def _conv_step(x_ptr, weight_ptr, conv_ptr, source, target, conv_c, conv_w, chan
     for w in tl.static_range(W - 1):
         tap = tl.load(conv_ptr + source + at + w * conv_w, mask=channel >= reads, other=0.0)
         y += tap.to(tl.float32) * tl.load(weight_ptr + channel * W + w).to(tl.float32)
-        taps = taps + (tap,)  # noqa: RUF005
+        taps = taps + (tap,)
     tl.debug_barrier()  # in place: every thread has read its taps before one is overwritten
     for w in tl.static_range(W - 2):
         tl.store(conv_ptr + target + at + w * conv_w, taps[w + 1], mask=channel >= writes)

@@ -28,7 +28,9 @@ def main() -> int:
         cell.source = re.sub(r"^#\|.*\n?", "", cell.source, flags=re.M)
         cell.source = re.sub(r"\]\((\w+\.ipynb)\)", r"](nbs/\1)", cell.source).replace("](../", "](")
     config = Config({"TagRemovePreprocessor": {"enabled": True, "remove_input_tags": {"hide_input"}}})
-    text, resources = MarkdownExporter(config=config).from_notebook_node(nb, resources={"output_files_dir": "nbs/readme_files"})
+    text, resources = MarkdownExporter(config=config).from_notebook_node(
+        nb, resources={"output_files_dir": "nbs/readme_files"}
+    )
     shutil.rmtree(PICTURES, ignore_errors=True)
     for name, data in resources.get("outputs", {}).items():
         path = ROOT / name
