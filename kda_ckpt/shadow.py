@@ -211,6 +211,7 @@ class ShadowCaches:
         self.touched: set[int] = set()  # blocks hashed or written in this step
         self._pool_take, self.pool.take = self.pool.take, self._take
         self._pool_cache, self.pool.cache = self.pool.cache, self._cache
+        self._pool_cache_all, self.pool.cache_all = self.pool.cache_all, self._cache_all
 
     def _take(self, count: int) -> list[int]:
         blocks = self._pool_take(count)
@@ -227,6 +228,14 @@ class ShadowCaches:
             raise Violation("I6", "the null block was hashed")
         self.touched.add(block)
         self._pool_cache(block, group, block_hash)
+
+    def _cache_all(self, blocks: Sequence[int], group: int, hashes: Sequence[bytes]) -> None:
+        if NULL_BLOCK in blocks:
+            raise Violation("I6", "the null block was hashed")
+        if any(self.pool.hash_of(block) is not None for block in blocks):
+            raise Violation("I1", f"one of blocks {list(blocks)} already has a hash, and gets another")
+        self.touched.update(blocks)
+        self._pool_cache_all(blocks, group, hashes)
 
 # %% ../nbs/12_proof.ipynb #8a0a937f
 class ShadowTruth(ShadowCaches):
