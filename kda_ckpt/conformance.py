@@ -287,5 +287,5 @@ def main(arguments: Sequence[str] | None = None, shown: int = 3) -> int:
     return code
 
 # %% ../nbs/11_conformance.ipynb #b79c999f
-if __name__ == "__main__" and "ipykernel" not in sys.modules:
+if __name__ == "__main__" and "get_ipython" not in globals():
     raise SystemExit(main())

@@ -123,21 +123,21 @@ def _pair_mask(level, SAFE: tl.constexpr):
 # %% ../nbs/05_flashkda_triton.ipynb #162358ca
 @triton.jit
 def _write_levels(levels_ptr, which):
-    """matrices of 0 and 1 that sum log decays: 0..5 toward the middle of 2B = 2..64 tokens, 6 in a tile, 7 up to, 8 after"""
+    """0/1 matrices that sum log decays: 0..5 toward the middle of 2B = 2..64 tokens, 6 up to here in a tile, 7 in the slab, 8 after"""
     r = tl.arange(0, SLAB)[:, None]
-    c = tl.arange(0, SLAB)[None, :]
-    B = 1 << which
-    later = (which > 5) | (r // B % 2 == 1)
-    B = tl.where(which == 6, 16, tl.where(which > 6, 64, B))
-    later = later & (which < 8)
+    columns = tl.arange(0, 2 * SLAB)[None, :]
+    c = columns % SLAB
+    B = tl.where(which == 6, TILE, tl.where(which >= 7, SLAB, 1 << which))
+    later = (r // B % 2 == 1) | ((which == 6) | (which == 7))
     m = (r // B == c // B) & (later == (c <= r))
-    tl.store(levels_ptr + which * SLAB * SLAB + r * SLAB + c, _bf16(m.to(tl.float32)))
+    tl.store(levels_ptr + which * (2 * SLAB * SLAB) + r * (2 * SLAB) + columns, _bf16(m.to(tl.float32)))
 
 
 @triton.jit
-def _summed(m, hi_ptr, lo_ptr):
-    """0/1 matrix times log decays held as two bf16 halves"""
-    return _mm_acc(m, tl.load(lo_ptr), _mm(m, tl.load(hi_ptr)))
+def _level(levels_ptr, which):
+    """one of the 0/1 matrices, twice side by side: [64, 128]"""
+    r = tl.arange(0, SLAB)[:, None]
+    return tl.load(levels_ptr + which * (2 * SLAB * SLAB) + r * (2 * SLAB) + tl.arange(0, 2 * SLAB)[None, :])
 
 # %% ../nbs/05_flashkda_triton.ipynb #081cac0d
 @triton.jit
@@ -152,9 +152,9 @@ def _log2_decay(g, bias, A_log, lower_bound, SAFE: tl.constexpr):
 
 # %% ../nbs/05_flashkda_triton.ipynb #a1fbc530
 @triton.jit
-def _store_log_decays(q_at, k_at, g_at, log_at, bias_at, decay_at, A_log, lower_bound, real,
+def _store_log_decays(q_at, k_at, g_at, log_at, bias_at, total_at, A_log, lower_bound, real,
                       SAFE: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, ST: tl.constexpr):  # fmt: skip
-    """log decays to scratch as two bf16 halves, the slab's whole decay to memory; gives the rows' 1 / norms of q and k"""
+    """log decays to scratch as two bf16 halves, and their sum over the slab; gives the rows' 1 / norms of q and k"""
     q_sum = tl.zeros([SLAB], tl.float32)
     k_sum = tl.zeros([SLAB], tl.float32)
     for n in tl.range(0, D, BK, num_stages=ST):
@@ -166,7 +166,7 @@ def _store_log_decays(q_at, k_at, g_at, log_at, bias_at, decay_at, A_log, lower_
         hi = _bf16(x)
         tl.store(log_at + n, hi)
         tl.store(log_at + SLAB * D + n, _bf16(x - hi.to(tl.float32)))
-        tl.store(decay_at + n, _exp2(tl.sum(x, 0)))
+        tl.store(total_at + n, tl.sum(x, 0))
         q_sum += tl.sum(q * q, 1)
         k_sum += tl.sum(k * k, 1)
     return tl.rsqrt(q_sum + 1e-6), tl.rsqrt(k_sum + 1e-6)
@@ -176,14 +176,13 @@ def _store_log_decays(q_at, k_at, g_at, log_at, bias_at, decay_at, A_log, lower_
 def _level_scores(q_at, k_at, log_at, levels_ptr, real, level,
                   SAFE: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, ST: tl.constexpr):  # fmt: skip
     """products of all tokens, each decayed toward the middle of its 2B tokens (level 6: from the start of its tile)"""
-    r = tl.arange(0, SLAB)
-    m = tl.load(levels_ptr + level * SLAB * SLAB + r[:, None] * SLAB + r[None, :])
+    m = _level(levels_ptr, level)
     kk = tl.zeros([SLAB, SLAB], tl.float32)
     qk = tl.zeros([SLAB, SLAB], tl.float32)
     for n in tl.range(0, D, BK, num_stages=ST):
         q = tl.load(q_at + n, mask=real[:, None], other=0.0).to(tl.float32)
         k = tl.load(k_at + n, mask=real[:, None], other=0.0).to(tl.float32)
-        c = _summed(m, log_at + n, log_at + SLAB * D + n)
+        c = _mm(m, tl.load(log_at + n))
         if SAFE:
             back = tl.where(level == 6, -c, c)
         else:
@@ -242,18 +241,18 @@ def _invert_unit_lower(low):
 def _store_key_factors(q_at, k_at, log_at, out, levels_ptr, solve, qk, q_row, k_row, real,
                        D: tl.constexpr, BK: tl.constexpr, ST: tl.constexpr):  # fmt: skip
     """W = solve (k decayed from the start), Q = q decayed from the start - qk W, K = k decayed to the end"""
-    t = tl.arange(0, SLAB)
-    upto = tl.load(levels_ptr + 7 * SLAB * SLAB + t[:, None] * SLAB + t[None, :])
-    after = tl.load(levels_ptr + 8 * SLAB * SLAB + t[:, None] * SLAB + t[None, :])
+    upto = _level(levels_ptr, 7)
+    after = _level(levels_ptr, 8)
     solve = _half(solve)
     for n in tl.range(0, D, BK, num_stages=ST):
         k = tl.load(k_at + n, mask=real[:, None], other=0.0).to(tl.float32) * k_row[:, None]
         q = tl.load(q_at + n, mask=real[:, None], other=0.0).to(tl.float32) * q_row[:, None]
-        e = _exp2(_summed(upto, log_at + n, log_at + SLAB * D + n))
+        log = tl.load(log_at + n)
+        e = _exp2(_mm(upto, log))
         w = _bf16(tl.dot(solve, _half(k * e)))
         tl.store(out + n, w)
         tl.store(out + SLAB * D + n, _bf16(q * e - _mm(qk, w)))
-        e = _exp2(_summed(after, log_at + n, log_at + SLAB * D + n))
+        e = _exp2(_mm(after, log))
         tl.store(out + 2 * SLAB * D + n, _bf16(k * e))
 
 # %% ../nbs/05_flashkda_triton.ipynb #073bd8ef
@@ -270,10 +269,10 @@ def _store_value_factors(v_at, out, solve, qk, real, D: tl.constexpr, BK: tl.con
 
 # %% ../nbs/05_flashkda_triton.ipynb #c25e30ce
 @triton.jit
-def _prepare_kernel(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, bias_ptr, table_ptr, levels_ptr, factor_ptr, decay_ptr,
+def _prepare_kernel(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, bias_ptr, table_ptr, levels_ptr, factor_ptr, total_ptr,
                     H, q_stride, k_stride, v_stride, g_stride, beta_stride, scale, lower_bound,
                     SAFE: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, ST: tl.constexpr):  # fmt: skip
-    """the five factors of one slab and head, and its decay"""
+    """the five factors of one slab and head, and its log decay"""
     unit = tl.program_id(0)
     head = unit % H
     start = tl.load(table_ptr + unit // H * 2).to(tl.int64)
@@ -288,15 +287,16 @@ def _prepare_kernel(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, bias_ptr, t
     k_at = k_ptr + row[:, None] * k_stride + head * D + d[None, :]
     g_at = g_ptr + row[:, None] * g_stride + head * D + d[None, :]
     v_at = v_ptr + row[:, None] * v_stride + head * D + d[None, :]
-    out = factor_ptr + unit.to(tl.int64) * (5 * SLAB * D) + t[:, None] * D + d[None, :]
-    log_at = out + 3 * SLAB * D
-    decay_at = decay_ptr + unit.to(tl.int64) * D + d
+    base = factor_ptr + unit.to(tl.int64) * (5 * SLAB * D)
+    out = base + t[:, None] * D + d[None, :]
+    total_at = total_ptr + unit.to(tl.int64) * D + d
     A_log = tl.load(A_log_ptr + head).to(tl.float32)
     bias_at = bias_ptr + head * D + d
     q_row, k_row = _store_log_decays(
-        q_at, k_at, g_at, log_at, bias_at, decay_at, A_log, lower_bound, real, SAFE, D, BK, ST
+        q_at, k_at, g_at, out + 3 * SLAB * D, bias_at, total_at, A_log, lower_bound, real, SAFE, D, BK, ST
     )
     q_row *= scale
+    log_at = base + 3 * SLAB * D + tl.arange(0, 2 * SLAB)[:, None] * D + d[None, :]
     tl.debug_barrier()
     beta = _sigmoid(tl.load(beta_ptr + row * beta_stride + head, mask=real, other=0.0).to(tl.float32))
     qk, kk = _pair_scores(q_at, k_at, log_at, levels_ptr, real, SAFE, D, BK, ST)
@@ -308,7 +308,7 @@ def _prepare_kernel(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, bias_ptr, t
 
 # %% ../nbs/05_flashkda_triton.ipynb #1801f165
 @triton.jit
-def _chain_kernel(factor_ptr, decay_ptr, table_ptr, out_ptr, initial_ptr, final_ptr, piece_ptr, checkpoint_ptr,
+def _chain_kernel(factor_ptr, total_ptr, table_ptr, out_ptr, initial_ptr, final_ptr, piece_ptr, checkpoint_ptr,
                   H, PIECES, HAS_INITIAL: tl.constexpr, D: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """some V rows of one row and head through all its slabs"""
     row = tl.program_id(0) // H
@@ -333,7 +333,7 @@ def _chain_kernel(factor_ptr, decay_ptr, table_ptr, out_ptr, initial_ptr, final_
             k = tl.load(f + 2 * SLAB * D + d[None, :])
             u = tl.load(f + 3 * SLAB * D + v[None, :])
             o = tl.load(f + 4 * SLAB * D + v[None, :])
-            decay = tl.load(decay_ptr + unit * D + d)
+            decay = _exp2(tl.load(total_ptr + unit * D + d))
             start = tl.load(table_ptr + slab * 2)
             count = tl.load(table_ptr + slab * 2 + 1)
             sb = _bf16(s)
@@ -410,27 +410,29 @@ def _table_kernel(
 
 # %% ../nbs/05_flashkda_triton.ipynb #a7e010bd
 class Workspace(NamedTuple):
-    """The pieces of one prefill call's scratch memory: slab table, pieces of the rows, 0/1 matrices, factors and decays."""
+    """The pieces of one prefill call's scratch memory: slab table, pieces, 0/1 matrices, log decays, factors."""
 
     table: torch.Tensor
     pieces: torch.Tensor
     levels: torch.Tensor
-    decays: torch.Tensor
+    totals: torch.Tensor
     factors: torch.Tensor
 
 
+@functools.lru_cache
 def _workspace_parts(tokens: int, rows: int, heads: int, head_dim: int, checkpoints: int) -> list[tuple[str, int]]:
     """dtype and number of elements of each piece of the workspace, in order"""
     slabs = tokens // 64 + rows * (checkpoints + 1)
     return [
         ("int32", slabs * 2),
         ("int32", rows * (checkpoints + 1) * 3),
-        ("bfloat16", 9 * 64 * 64),
+        ("bfloat16", 9 * 64 * 128),
         ("float32", slabs * heads * head_dim),
         ("bfloat16", slabs * heads * 5 * 64 * head_dim),
     ]
 
 
+@functools.lru_cache
 def workspace_size(tokens: int, rows: int, heads: int, head_dim: int, checkpoints: int = 0) -> int:
     """Bytes of scratch memory that `TritonBackend.prefill` needs; checkpoints: columns of checkpoint_offsets."""
     parts = _workspace_parts(tokens, rows, heads, head_dim, checkpoints)
@@ -493,12 +495,12 @@ def _launch_prefill(
     processors, hopper = _multiprocessors(v.device)
     if slabs:
         _prepare_kernel[(slabs * H,)](
-            q, k, v, g, beta, A_log, dt_bias, ws.table, ws.levels, ws.factors, ws.decays, H, *strides, D**-0.5,
+            q, k, v, g, beta, A_log, dt_bias, ws.table, ws.levels, ws.factors, ws.totals, H, *strides, D**-0.5,
             0.0 if lower_bound is None else lower_bound, SAFE=lower_bound is not None, D=D, BK=64,
             ST=2 if hopper else 1, num_warps=4)  # fmt: skip
     block = _value_block(N * H, D, processors)
     _chain_kernel[(N * H, D // block)](
-        ws.factors, ws.decays, ws.table, out, final if initial is None else initial, final, ws.pieces,
+        ws.factors, ws.totals, ws.table, out, final if initial is None else initial, final, ws.pieces,
         final if saved is None else saved, H, C + 1, HAS_INITIAL=initial is not None, D=D, BV=block,
         STAGES=3 if hopper else 1, num_warps=4)  # fmt: skip
 
@@ -659,33 +661,41 @@ def _input_at(x_ptr, x_stride, window_ptr, window_n, window_c, window_w, start, 
 
 # %% ../nbs/05_flashkda_triton.ipynb #e8673341
 @triton.jit
+def _conv_tokens(x_ptr, weight_ptr, window_ptr, cu_ptr, y_ptr, T, N, C, x_stride, window_n, window_c, window_w, channel, inside,
+                 HAS_WINDOW: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
+    """outputs of BT tokens for some channels"""
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    row = _row_of(cu_ptr, tl.minimum(token, T - 1), N, STEPS)
+    start = tl.load(cu_ptr + row).to(tl.int32)
+    mask = (token < T)[:, None] & inside[None, :]
+    y = tl.zeros([BT, 1], tl.float32) + tl.zeros_like(channel).to(tl.float32)[None, :]
+    for w in tl.static_range(W):
+        back = token - start - (W - 1 - w)
+        x = _input_at(x_ptr, x_stride, window_ptr, window_n, window_c, window_w, start[:, None], back[:, None], row[:, None],
+                      channel[None, :], mask, HAS_WINDOW, W)  # fmt: skip
+        y += x * tl.load(weight_ptr + channel * W + w, mask=inside, other=0.0).to(tl.float32)[None, :]
+    y = _round_like(y * _sigmoid(y), y_ptr)
+    tl.store(y_ptr + token.to(tl.int64)[:, None] * C + channel[None, :], y, mask=mask)
+
+# %% ../nbs/05_flashkda_triton.ipynb #951829af
+@triton.jit
 def _conv_kernel(x_ptr, weight_ptr, window_ptr, cu_ptr, y_ptr, final_ptr, T, N, C, x_stride, window_n, window_c, window_w,
                  token_blocks, HAS_WINDOW: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
                  STEPS: tl.constexpr):  # fmt: skip
+    """the first token_blocks programs: outputs; then one a row: its final window"""
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = channel < C
     if tl.program_id(0) < token_blocks:
-        token = tl.program_id(0) * BT + tl.arange(0, BT)
-        row = _row_of(cu_ptr, tl.minimum(token, T - 1), N, STEPS)
-        start = tl.load(cu_ptr + row).to(tl.int32)
-        mask = (token < T)[:, None] & inside[None, :]
-        y = tl.zeros([BT, BC], tl.float32)
-        for w in tl.static_range(W):
-            back = token - start - (W - 1 - w)
-            x = _input_at(x_ptr, x_stride, window_ptr, window_n, window_c, window_w, start[:, None], back[:, None],
-                          row[:, None], channel[None, :], mask, HAS_WINDOW, W)  # fmt: skip
-            y += x * tl.load(weight_ptr + channel * W + w, mask=inside, other=0.0).to(tl.float32)[None, :]
-        y = _round_like(y * _sigmoid(y), y_ptr)
-        tl.store(y_ptr + token.to(tl.int64)[:, None] * C + channel[None, :], y, mask=mask)
-    else:
-        row = tl.program_id(0) - token_blocks
-        start = tl.load(cu_ptr + row).to(tl.int32)
-        length = tl.load(cu_ptr + row + 1).to(tl.int32) - start
-        for w in tl.static_range(W - 1):
-            back = length - (W - 1) + w
-            x = _input_at(x_ptr, x_stride, window_ptr, window_n, window_c, window_w, start, back, row, channel, inside,
-                          HAS_WINDOW, W)  # fmt: skip
-            tl.store(final_ptr + (row.to(tl.int64) * C + channel) * (W - 1) + w, _round_like(x, final_ptr), mask=inside)
+        _conv_tokens(x_ptr, weight_ptr, window_ptr, cu_ptr, y_ptr, T, N, C, x_stride, window_n, window_c, window_w, channel,
+                     inside, HAS_WINDOW, W, BT, STEPS)  # fmt: skip
+        return
+    row = tl.program_id(0) - token_blocks
+    start = tl.load(cu_ptr + row).to(tl.int32)
+    length = tl.load(cu_ptr + row + 1).to(tl.int32) - start
+    for w in tl.static_range(W - 1):
+        x = _input_at(x_ptr, x_stride, window_ptr, window_n, window_c, window_w, start, length - (W - 1) + w, row, channel,
+                      inside, HAS_WINDOW, W)  # fmt: skip
+        tl.store(final_ptr + (row.to(tl.int64) * C + channel) * (W - 1) + w, _round_like(x, final_ptr), mask=inside)
 
 # %% ../nbs/05_flashkda_triton.ipynb #5bd4d0a0
 @triton.jit
@@ -728,7 +738,7 @@ def _conv_step(x_ptr, weight_ptr, conv_ptr, source, target, conv_c, conv_w, chan
     for w in tl.static_range(W - 1):
         tap = tl.load(conv_ptr + source + at + w * conv_w, mask=channel >= reads, other=0.0)
         y += tap.to(tl.float32) * tl.load(weight_ptr + channel * W + w).to(tl.float32)
-        taps = taps + (tap,)  # noqa: RUF005
+        taps = taps + (tap,)
     tl.debug_barrier()  # in place: every thread has read its taps before one is overwritten
     for w in tl.static_range(W - 2):
         tl.store(conv_ptr + target + at + w * conv_w, taps[w + 1], mask=channel >= writes)
@@ -770,7 +780,7 @@ def _decode_kernel(x_ptr, g_ptr, beta_ptr, weight_ptr, A_log_ptr, bias_ptr, conv
     bias = tl.load(bias_ptr + head * D + d).to(tl.float32)
     decay = _exp2(_log2_decay(g, bias, tl.load(A_log_ptr + head).to(tl.float32), lower_bound, SAFE))
     beta = _sigmoid(tl.load(beta_ptr + row.to(tl.int64) * beta_stride + head).to(tl.float32))
-    for first in tl.static_range(0, D, BV):
+    for first in range(0, D, BV):
         v = first + tl.arange(0, BV)
         value = _conv_step(
             x_ptr,

@@ -61,6 +61,12 @@ def test_extreme_gates_and_logits(backend, lower_bound, logit):
     check(result, exact)
 
 
+def test_gates_alike_and_huge_leave_the_last_token_whole(backend):
+    x = inputs([64], lower_bound=None)
+    x["g"] = torch.full_like(x["g"], 1e3)
+    check(backend.prefill(**x), kda_recurrent(**x))
+
+
 def test_a_gate_that_jumps_inside_a_tile(backend):
     x = inputs([40], lower_bound=None)
     x["g"][19] = 900.0  # one token that forgets everything, between tokens that forget nothing
