@@ -232,6 +232,8 @@ class ShadowCaches:
     def _cache_all(self, blocks: Sequence[int], group: int, hashes: Sequence[bytes]) -> None:
         if NULL_BLOCK in blocks:
             raise Violation("I6", "the null block was hashed")
+        if any(self.pool.hash_of(block) is not None for block in blocks):
+            raise Violation("I1", f"one of blocks {list(blocks)} already has a hash, and gets another")
         self.touched.update(blocks)
         self._pool_cache_all(blocks, group, hashes)
 
