@@ -428,11 +428,21 @@ class LLM:
             self.scheduler.undo_step(output)
             raise
         now = time.perf_counter()
-        finished = self.scheduler.finish_step(output, tokens)
-        self._record(output, meta, tokens, now, now - start)
+        try:
+            finished = self.scheduler.finish_step(output, tokens)
+            self._record(output, meta, tokens, now, now - start)
+        except BaseException:
+            self._recover()
+            raise
         return [
             self._forget(r.request_id, "stop" if r.token_ids[-1] == r.stop_token_id else "length") for r in finished
         ]
+
+    def _recover(self) -> None:
+        """After an interrupt in mid-booking: what has ended is delivered by the next `step`, all else starts over."""
+        self.scheduler.start_over()
+        for request_id in self._outputs.keys() - self.scheduler.requests.keys():
+            self._undelivered.append(self._forget(request_id, "length"))
 
     def _build(self, output: SchedulerOutput) -> tuple[list[ScheduledChunk], BatchMetadata]:
         """The chunks in batch order, single tokens first, and the metadata of their forward."""
@@ -466,17 +476,17 @@ class LLM:
         sampled = {}
         for request_id, chunk, token, row in zip(ids, chunks, tokens, logits):
             if chunk.samples:
-                sampled[request_id] = self._draw(request_id, row) if self._params[request_id].temperature else token
+                sampled[request_id] = self._draw(chunk.request, row) if self._params[request_id].temperature else token
         return sampled
 
-    def _draw(self, request_id: str, logits: torch.Tensor) -> int:
+    def _draw(self, request: Request, logits: torch.Tensor) -> int:
         """One token at the request's temperature; which one depends on its seed and the token's position alone.
 
         So it is repeatable whatever happened before: other requests, a preemption, a step that failed.
         """
-        position = len(self._outputs[request_id].token_ids)
-        self._generator.manual_seed((self._seeds[request_id] + 0x9E3779B97F4A7C15 * position) % 2**63)
-        logits = (logits - logits.max()) / self._params[request_id].temperature
+        seed, position = self._seeds[request.request_id], len(request.token_ids) - request.num_prompt_tokens
+        self._generator.manual_seed((seed + 0x9E3779B97F4A7C15 * position) % 2**63)
+        logits = (logits - logits.max()) / self._params[request.request_id].temperature
         probabilities = torch.softmax(logits, dim=-1)
         if not bool(torch.isfinite(probabilities).all()):  # no distribution to draw from: the greedy token
             return int(logits.argmax())
@@ -491,7 +501,7 @@ class LLM:
             metrics.num_prefill_forwards = request.num_prefill_forwards
             metrics.num_preemptions = request.num_preemptions
             if request.request_id in tokens:
-                self._outputs[request.request_id].token_ids.append(tokens[request.request_id])
+                self._outputs[request.request_id].token_ids[:] = request.output_token_ids
                 metrics.first_token_time = metrics.first_token_time or now
                 metrics.finish_time = now
         kda, plan = meta.kda, self._kda_builder.spec.plan_checkpoint

@@ -266,16 +266,24 @@ class KVCacheManager:
             hash_block_size = gcd(*(spec.block_size for spec in specs))
         check_int("hash_block_size", hash_block_size, 1)
         self.hash_block_size = hash_block_size
+        self.specs = tuple(specs)
         self.pool = BlockPool(num_blocks, len(specs))
         self.partial_hits = partial_hits
         mambas = [spec for spec in specs if isinstance(spec, MambaSpec)]
         self.caching = enable_caching and all(spec.mamba_cache_mode == "align" for spec in mambas)
-        self.managers: list[GroupManager] = []
-        for group, spec in enumerate(specs):
-            if isinstance(spec, MambaSpec):
-                self.managers.append(MambaManager(spec, self.pool, group, self.hash_block_size, partial_hits))
-            else:
+        for spec in specs:
+            if not isinstance(spec, MambaSpec):
                 self._check_attention_block(spec, mambas)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every request, everything cached and every copy that waits: an empty pool."""
+        self.pool = BlockPool(self.pool.num_blocks, len(self.specs))
+        self.managers: list[GroupManager] = []
+        for group, spec in enumerate(self.specs):
+            if isinstance(spec, MambaSpec):
+                self.managers.append(MambaManager(spec, self.pool, group, self.hash_block_size, self.partial_hits))
+            else:
                 self.managers.append(FullAttentionManager(spec, self.pool, group, self.hash_block_size))
             self.managers[-1].caching = self.caching
         self.mamba_managers = [manager for manager in self.managers if isinstance(manager, MambaManager)]

@@ -119,6 +119,10 @@ class Request:
             raise ValueError("token_ids is empty; a prompt needs at least one token")
         check_int("max_tokens", self.max_tokens, 1)
         self.token_ids = list(self.token_ids)
+        if min(self.token_ids) < 0 or max(self.token_ids) >= 2**32:
+            raise ValueError(
+                f"token_ids has ids from {min(self.token_ids)} to {max(self.token_ids)}; they must be in 0..2**32 - 1"
+            )
         self.num_prompt_tokens = len(self.token_ids)
 
     @property
@@ -237,12 +241,16 @@ class Scheduler:
         return bool(self.requests)
 
     def schedule(self) -> SchedulerOutput:
-        """Choose the chunks of the next step and give them their blocks."""
-        self.manager.begin_step()
-        chunks, preempted = self._schedule_running()
-        if not preempted:
-            self._start_waiting(chunks)
-        return SchedulerOutput(chunks, self.manager.take_copies(), preempted)
+        """Choose the chunks of the next step and give them their blocks. If it is interrupted, all requests start over."""
+        try:
+            self.manager.begin_step()
+            chunks, preempted = self._schedule_running()
+            if not preempted:
+                self._start_waiting(chunks)
+            return SchedulerOutput(chunks, self.manager.take_copies(), preempted)
+        except BaseException:
+            self.start_over()
+            raise
 
     def _schedule_running(self) -> tuple[list[ScheduledChunk], list[Request]]:
         budget, index = self.config.max_num_scheduled_tokens, 0
@@ -336,6 +344,16 @@ class Scheduler:
         for request in [chunk.request for chunk in output.chunks[::-1]]:
             self.running.remove(request)
             self._preempt(request)
+
+    def start_over(self) -> None:
+        """Forget all blocks and everything cached, and let every request wait again: after an interrupt in mid-booking."""
+        self.manager.reset()
+        waiting = [request for request in self.requests.values() if request.status is not RequestStatus.WAITING]
+        for request in waiting:
+            request.num_computed_tokens = 0
+            request.status = RequestStatus.PREEMPTED
+        self.running.clear()
+        self.waiting = deque(self.requests.values())
 
     def abort(self, request_id: str) -> Request:
         """End a request between steps. Raises `KeyError` when no such request waits or runs."""
