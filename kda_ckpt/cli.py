@@ -10,6 +10,7 @@ import linecache
 import os
 import re
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,8 +41,9 @@ app = typer.Typer(
 # %% auto #0
 __all__ = ['UsageError', 'app', 'option_of', 'named_by_option', 'options_named', 'is_expected', 'parse_numbers', 'consoles',
            'print_json', 'print_version', 'options', 'row_text', 'explanation_table', 'explanation_dict', 'explain',
-           'check_picture', 'progress_on', 'seconds_text', 'change_text', 'ttft_table', 'resend_table', 'check_lines',
-           'print_ttft', 'ttft', 'ttft_config', 'conformance', 'backends', 'backend_states', 'fail', 'main']
+           'check_directory', 'check_picture', 'progress_on', 'seconds_text', 'change_text', 'ttft_table',
+           'resend_table', 'check_lines', 'print_ttft', 'ttft', 'ttft_config', 'conformance', 'backends',
+           'backend_states', 'fail', 'main']
 
 # %% ../nbs/10_cli.ipynb #a426627b
 def option_of(name: str) -> str:
@@ -167,21 +169,21 @@ def explanation_dict(explanation: Explanation) -> dict[str, Any]:
 # %% ../nbs/10_cli.ipynb #f4473a5b
 @app.command()
 def explain(
-    prompt_len: Annotated[int, typer.Argument(help="Tokens of the prompt.", min=1)],
-    block_size: Annotated[int, typer.Option(help="Tokens between saved states.", min=1)] = 1536,
-    budget: Annotated[int, typer.Option(help="Token budget of a step.", min=1)] = 8192,
-    start: Annotated[int, typer.Option(help="Tokens that the request has computed in earlier steps.", min=0)] = 0,
-    cached: Annotated[int, typer.Option(help="Tokens of the prompt that an earlier request computed.", min=0)] = 0,
+    prompt_len: Annotated[int, typer.Argument(help="Tokens of the prompt.")],
+    block_size: Annotated[int, typer.Option(help="Tokens between saved states.")] = 1536,
+    budget: Annotated[int, typer.Option(help="Token budget of a step.")] = 8192,
+    start: Annotated[int, typer.Option(help="Tokens that the request has computed in earlier steps.")] = 0,
+    cached: Annotated[int, typer.Option(help="Tokens of the prompt that an earlier request computed.")] = 0,
     attention_block_size: Annotated[
-        int | None, typer.Option(help="Tokens of an attention block.", show_default="the block size", min=1)
+        int | None, typer.Option(help="Tokens of an attention block.", show_default="the block size")
     ] = None,
-    alignment: Annotated[int, typer.Option(help="Checkpoint offsets are multiples of it.", min=1)] = 1,
+    alignment: Annotated[int, typer.Option(help="Checkpoint offsets are multiples of it.")] = 1,
     partial_hits: Annotated[bool, typer.Option("--partial-hits", help="Let hits end inside a block.")] = False,
     hash_block_size: Annotated[
-        int | None, typer.Option(help="Tokens per prefix hash.", show_default="the attention block size", min=1)
+        int | None, typer.Option(help="Tokens per prefix hash.", show_default="the attention block size")
     ] = None,
     long_prefill_token_threshold: Annotated[
-        int, typer.Option(help="Most tokens of one request in a step; 0: no limit.", min=0)
+        int, typer.Option(help="Most tokens of one request in a step; 0: no limit.")
     ] = 0,
     whole_blocks: Annotated[
         bool, typer.Option(help="Whether a chunk that the budget cuts must end on a block boundary.")
@@ -211,6 +213,16 @@ def explain(
 
         draw_explanation(explanation).savefig(out)
         notes.print(f"wrote {out}")
+
+
+def check_directory(path: Path) -> None:
+    """Make the directory, and raise `UsageError` now if it or a file in it cannot be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UsageError(f"--out is '{path}'; it must be a directory that can be written ({error.strerror})") from error
 
 
 def check_picture(path: Path | None) -> None:
@@ -365,14 +377,12 @@ def ttft(
     ] = None,
     concurrency: Annotated[str, typer.Option(help="Requests in flight.")] = "1,4,16",
     prompt_len: Annotated[str, typer.Option(help="Tokens of a prompt; also a list.")] = "8000",
-    output_len: Annotated[
-        int | None, typer.Option(help="Tokens to sample.", show_default="8; GPU: 1000", min=1)
-    ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens between saved states.", min=1)] = 1536,
-    budget: Annotated[int, typer.Option(help="Token budget of a step.", min=1)] = 16384,
-    repeats: Annotated[int | None, typer.Option(help="Pairs of runs a point.", show_default="3; GPU: 5", min=1)] = None,
-    warmup: Annotated[int | None, typer.Option(help="Untimed pairs before.", show_default="0; GPU: 1", min=0)] = None,
-    waves: Annotated[int, typer.Option(help="Prompts sent for each request in flight.", min=1)] = 1,
+    output_len: Annotated[int | None, typer.Option(help="Tokens to sample.", show_default="8; GPU: 1000")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens between saved states.")] = 1536,
+    budget: Annotated[int, typer.Option(help="Token budget of a step.")] = 16384,
+    repeats: Annotated[int | None, typer.Option(help="Pairs of runs a point.", show_default="3; GPU: 5")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Untimed pairs before.", show_default="0; GPU: 1")] = None,
+    waves: Annotated[int, typer.Option(help="Prompts sent for each request in flight.")] = 1,
     backend: Annotated[str, typer.Option(help="auto, torch, triton or cuda.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")] = None,
     dtype: Annotated[str | None, typer.Option(help="Number format.", show_default="float32; GPU: bfloat16")] = None,
@@ -385,8 +395,7 @@ def ttft(
     given = dict(locals())
     given["concurrency"] = parse_numbers("--concurrency", concurrency)
     given["prompt_len"] = parse_numbers("--prompt-len", prompt_len)
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out is '{out}'; it exists and is no directory")
+    check_directory(out)
     results, notes = consoles(as_json)
     question = ttft_config(given)
     from kda_ckpt.plots import draw_ttft
@@ -394,12 +403,11 @@ def ttft(
 
     with progress_on(notes, total_tokens(question)) as progress:
         result = run_ttft(question, progress=progress)
-    out.mkdir(parents=True, exist_ok=True)
-    result.save(out / "ttft.json")
-    draw_ttft(result.to_dict()).savefig(out / "ttft.png")
     print_ttft(results, result.to_dict())
     if as_json:
         print_json(result.to_dict())
+    result.save(out / "ttft.json")
+    draw_ttft(result.to_dict()).savefig(out / "ttft.png")
     notes.print(f"wrote {out / 'ttft.json'} and {out / 'ttft.png'}")
     if not result.ok:
         raise typer.Exit(1)

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from operator import index
 
 import torch
@@ -92,6 +94,7 @@ class SamplingParams:
     """How to sample. temperature 0 is greedy; seed makes a request's sampling repeatable.
 
     max_tokens: output tokens after which the request is finished; stop_token_id: a token that ends it early
+    Raises `ValueError` or `TypeError` naming the field that is wrong.
     """
 
     max_tokens: int = 16
@@ -101,8 +104,16 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_int("max_tokens", self.max_tokens, 1)
+        if isinstance(self.temperature, bool) or not isinstance(self.temperature, Real):
+            raise TypeError(f"temperature is {self.temperature!r}; it must be a finite number of at least 0")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}; it must be a finite number of at least 0")
+        if self.stop_token_id is not None:
+            check_int("stop_token_id", self.stop_token_id, 0)
+        if self.seed is not None:
+            check_int("seed", self.seed, 0)
+            if self.seed >= 2**63:
+                raise ValueError(f"seed is {self.seed}; it must be below 2**63")
 
 
 @dataclass
@@ -130,12 +141,16 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """A request's prompt, the tokens sampled for it, and its metrics."""
+    """A request's prompt, the tokens sampled for it, and its metrics.
+
+    finish_reason: "length", "stop" or "abort"; None while it runs
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     metrics: RequestMetrics
     token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
 
 
 @dataclass
@@ -233,7 +248,19 @@ class LLM:
         cache_memory_bytes: int | None = None,
         cuda_graphs: bool = True,
     ) -> None:
-        check_int("block_size", block_size, 1)
+        sizes = {
+            "block_size": block_size,
+            "attention_block_size": attention_block_size,
+            "hash_block_size": hash_block_size,
+            "cache_memory_bytes": cache_memory_bytes,
+        }
+        for name, size in sizes.items():
+            if size is not None or name == "block_size":
+                check_int(name, size, 1)
+        if num_blocks is not None and cache_memory_bytes is not None:
+            raise ValueError(
+                f"num_blocks is {num_blocks} and cache_memory_bytes {cache_memory_bytes}; give only one of them"
+            )
         self.scheduler_config = SchedulerConfig(
             max_num_scheduled_tokens, max_num_seqs, long_prefill_token_threshold, max_model_len
         )
@@ -256,6 +283,7 @@ class LLM:
         if cuda_graphs and self.device.type == "cuda":
             self.decode_graphs = DecodeGraphs(self.model, self.attention_block_size)
         self._ids = itertools.count()
+        self._outputs: dict[str, RequestOutput] = {}
         self.reset(prefix_caching=prefix_caching)
 
     @property
@@ -305,69 +333,91 @@ class LLM:
         self.scheduler = Scheduler(self.scheduler_config, self.manager, specs)
         self._attention_builder = AttentionMetadataBuilder(specs[0], self.device)
         self._kda_builder = KDAMetadataBuilder(specs[1], self.device)
-        self._outputs: dict[str, RequestOutput] = {}
+        for output in self._outputs.values():
+            output.finish_reason = "abort"
+        self._outputs = {}
         self._params: dict[str, SamplingParams] = {}
-        self._generators: dict[str, torch.Generator] = {}
+        self._seeds: dict[str, int] = {}
+        self._undelivered: list[RequestOutput] = []
+        self._generator = torch.Generator(self.device)
         self.steps: list[StepStats] = []
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request still waits or runs."""
-        return self.scheduler.has_unfinished
+        """Whether any request still waits or runs, or has an output that `step` has not returned yet."""
+        return self.scheduler.has_unfinished or bool(self._undelivered)
 
     def _new_request(self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str | None) -> Request:
         """A checked request that the engine does not know yet."""
-        vocab_size = self.model.config.vocab_size
-        token_ids = []
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params is {params!r}; it must be a SamplingParams")
+        token_ids = self._check_tokens(prompt_token_ids)
+        if params.stop_token_id is not None and params.stop_token_id >= self.model.config.vocab_size:
+            raise ValueError(
+                f"stop_token_id is {params.stop_token_id}; it must be in 0..{self.model.config.vocab_size - 1}"
+            )
+        if request_id is None:
+            request_id = next(name for i in self._ids if (name := f"request-{i}") not in self.scheduler.requests)
+        elif not isinstance(request_id, str) or not request_id:
+            raise ValueError(f"request_id is {request_id!r}; it must be a string that is not empty")
+        request = Request(request_id, token_ids, params.max_tokens, params.stop_token_id)
+        self.scheduler.check(request)
+        return request
+
+    def _check_tokens(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        if isinstance(prompt_token_ids, (str, set, frozenset, dict)) or not isinstance(prompt_token_ids, Iterable):
+            kind = type(prompt_token_ids).__name__
+            raise TypeError(f"prompt_token_ids is a {kind}; it must be a sequence of integer token ids")
+        vocab_size, token_ids = self.model.config.vocab_size, []
         for position, token in enumerate(prompt_token_ids):
-            try:
-                token_ids.append(token := index(token))
-            except TypeError:
+            if isinstance(token, bool) or not hasattr(token, "__index__"):
                 raise TypeError(
                     f"prompt_token_ids has {token!r} at position {position}; it must be an integer token id"
-                ) from None
+                )
             if not 0 <= token < vocab_size:
                 raise ValueError(
                     f"prompt_token_ids has {token} at position {position}; it must be in 0..{vocab_size - 1}"
                 )
-        request = Request(
-            request_id or f"request-{next(self._ids)}", token_ids, params.max_tokens, params.stop_token_id
-        )
-        self.scheduler.check(request)
-        return request
+            token_ids.append(index(token))
+        return token_ids
 
-    def _add(self, request: Request, params: SamplingParams) -> None:
+    def _add(self, request: Request, params: SamplingParams) -> RequestOutput:
         self.scheduler.add(request)
         metrics = RequestMetrics(time.perf_counter(), request.num_prompt_tokens)
-        self._outputs[request.request_id] = RequestOutput(request.request_id, list(request.token_ids), metrics)
-        self._params[request.request_id] = params
+        output = RequestOutput(request.request_id, list(request.token_ids), metrics)
+        self._outputs[request.request_id], self._params[request.request_id] = output, params
+        self._seeds[request.request_id] = random.getrandbits(63) if params.seed is None else params.seed
+        return output
 
     def add_request(
         self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, request_id: str | None = None
     ) -> str:
-        """Queue a prompt and return its request id. Raises `ValueError`, and changes nothing, when it can never run."""
-        params = params or SamplingParams()
+        """Queue a prompt and return its request id. Raises `ValueError` or `TypeError`, and changes nothing, when it can never run."""
+        params = SamplingParams() if params is None else params
         request = self._new_request(prompt_token_ids, params, request_id)
         self._add(request, params)
         return request.request_id
 
-    def abort(self, request_id: str) -> None:
-        """End a request. Raises `KeyError` when no such request waits or runs."""
+    def abort(self, request_id: str) -> RequestOutput:
+        """End a request and return what it has so far. Raises `KeyError` when no such request waits or runs."""
         self.scheduler.abort(request_id)
-        self._forget(request_id)
+        return self._forget(request_id, "abort")
 
-    def _forget(self, request_id: str) -> RequestOutput:
-        self._params.pop(request_id)
-        self._generators.pop(request_id, None)
-        return self._outputs.pop(request_id)
+    def _forget(self, request_id: str, reason: str) -> RequestOutput:
+        del self._params[request_id], self._seeds[request_id]
+        output = self._outputs.pop(request_id)
+        output.finish_reason = reason
+        return output
 
     def step(self) -> list[RequestOutput]:
         """Run one forward. Returns the requests that finished with it.
 
         When the forward raises, the step is undone, its requests wait to be computed again, and the error is passed on.
         """
-        if not self.has_unfinished:
-            return []
+        delivered, self._undelivered = self._undelivered, []
+        return delivered + (self._run_step() if self.scheduler.has_unfinished else [])
+
+    def _run_step(self) -> list[RequestOutput]:
         start = time.perf_counter()
         output = self.scheduler.schedule()
         try:
@@ -380,7 +430,9 @@ class LLM:
         now = time.perf_counter()
         finished = self.scheduler.finish_step(output, tokens)
         self._record(output, meta, tokens, now, now - start)
-        return [self._forget(request.request_id) for request in finished]
+        return [
+            self._forget(r.request_id, "stop" if r.token_ids[-1] == r.stop_token_id else "length") for r in finished
+        ]
 
     def _build(self, output: SchedulerOutput) -> tuple[list[ScheduledChunk], BatchMetadata]:
         """The chunks in batch order, single tokens first, and the metadata of their forward."""
@@ -418,13 +470,17 @@ class LLM:
         return sampled
 
     def _draw(self, request_id: str, logits: torch.Tensor) -> int:
-        """One token at the request's temperature, from the request's own stream of random numbers."""
-        params = self._params[request_id]
-        generator = self._generators.get(request_id)
-        if generator is None:
-            generator = self._generators[request_id] = torch.Generator(self.device)
-            generator.manual_seed(params.seed) if params.seed is not None else generator.seed()
-        return int(torch.multinomial(torch.softmax(logits / params.temperature, dim=-1), 1, generator=generator))
+        """One token at the request's temperature; which one depends on its seed and the token's position alone.
+
+        So it is repeatable whatever happened before: other requests, a preemption, a step that failed.
+        """
+        position = len(self._outputs[request_id].token_ids)
+        self._generator.manual_seed((self._seeds[request_id] + 0x9E3779B97F4A7C15 * position) % 2**63)
+        logits = (logits - logits.max()) / self._params[request_id].temperature
+        probabilities = torch.softmax(logits, dim=-1)
+        if not bool(torch.isfinite(probabilities).all()):  # no distribution to draw from: the greedy token
+            return int(logits.argmax())
+        return int(torch.multinomial(probabilities, 1, generator=self._generator))
 
     def _record(self, output: SchedulerOutput, meta: BatchMetadata, tokens: dict[str, int], now: float, seconds: float):
         """Enter a finished step into the statistics."""
@@ -455,25 +511,29 @@ class LLM:
         """Run prompts to their end and return their outputs in the order given.
 
         params: one for all, or one each; on_step: called after every forward, say for a progress bar
-        Raises `ValueError` before anything starts when one of the prompts can never run.
+        Other requests in flight go on beside them, and `step` returns their outputs later. Raises `ValueError` or
+        `TypeError` before anything starts when one of the prompts can never run; if a forward fails, all are aborted.
         """
-        each = (
-            [params or SamplingParams()] * len(prompts)
-            if params is None or isinstance(params, SamplingParams)
-            else params
-        )
-        if len(each) != len(prompts):
-            raise ValueError(f"params has {len(each)} entries; it must have one for each of the {len(prompts)} prompts")
-        requests = [self._new_request(prompt, p, None) for prompt, p in zip(prompts, each)]
-        for request, p in zip(requests, each):
-            self._add(request, p)
-        wanted = {request.request_id: None for request in requests}
-        done: dict[str, RequestOutput] = {}
-        while len(done) < len(wanted):
-            done |= {output.request_id: output for output in self.step() if output.request_id in wanted}
-            if on_step:
-                on_step(self.steps[-1])
-        return [done[request_id] for request_id in wanted]
+        prompts = list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(
+                f"params has {len(params)} entries; it must have one for each of the {len(prompts)} prompts"
+            )
+        requests = [self._new_request(prompt, each, None) for prompt, each in zip(prompts, params)]
+        outputs = {request.request_id: self._add(request, each) for request, each in zip(requests, params)}
+        try:
+            while any(request_id in self.scheduler.requests for request_id in outputs):
+                finished = self._run_step()
+                self._undelivered += [output for output in finished if output.request_id not in outputs]
+                if on_step:
+                    on_step(self.steps[-1])
+        except BaseException:
+            for request_id in outputs.keys() & self.scheduler.requests.keys():
+                self.abort(request_id)
+            raise
+        return list(outputs.values())
 
 # %% ../nbs/08_engine.ipynb #2f728fbc
 def build_model(

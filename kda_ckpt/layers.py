@@ -145,11 +145,11 @@ def read_config(path: Path) -> ModelConfig:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"path is {str(path)!r}; it must be a readable JSON file ({error.strerror})") from error
+        raise ValueError(f"config is {str(path)!r}; it must be a readable JSON file ({error.strerror})") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"path is {str(path)!r}; it must hold JSON ({error})") from error
+        raise ValueError(f"config is {str(path)!r}; it must hold JSON ({error})") from error
     if not isinstance(values, dict):
-        raise ValueError(f"path is {str(path)!r}; it must hold one JSON object, not a {type(values).__name__}")
+        raise ValueError(f"config is {str(path)!r}; it must hold one JSON object, not a {type(values).__name__}")
     known = {field.name for field in fields(ModelConfig)}
     required = known - {"conv_width", "lower_bound", "rms_norm_eps"}
     if unknown := sorted(values.keys() - known):

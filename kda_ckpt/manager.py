@@ -262,7 +262,10 @@ class KVCacheManager:
     ) -> None:
         if not specs:
             raise ValueError("specs is empty; it must have at least one group")
-        self.hash_block_size = hash_block_size or gcd(*(spec.block_size for spec in specs))
+        if hash_block_size is None:
+            hash_block_size = gcd(*(spec.block_size for spec in specs))
+        check_int("hash_block_size", hash_block_size, 1)
+        self.hash_block_size = hash_block_size
         self.pool = BlockPool(num_blocks, len(specs))
         self.partial_hits = partial_hits
         mambas = [spec for spec in specs if isinstance(spec, MambaSpec)]

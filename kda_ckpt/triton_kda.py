@@ -543,45 +543,6 @@ def _check_workspace(workspace: torch.Tensor | None, size: int, device: torch.de
             raise ValueError(f"workspace's {what} is {was}; must be {may}")
     return workspace.view(-1)
 
-# %% ../nbs/05_flashkda_triton.ipynb #1ca3e71f
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _check_kinds(backend: Backend, head_dim: int, *, q: torch.Tensor, states=()) -> None:
-    """ValueError when the backend has no kernel for this head_dim, these dtypes or this device"""
-    for state in states:
-        state_dtype = torch.float32 if state is None else state.dtype
-        ok, why = backend.supports(head_dim=head_dim, dtype=q.dtype, state_dtype=state_dtype, safe_gate=True)
-        if not ok:
-            raise ValueError(f"the {backend.name} backend can't: {why}")
-    if not (q.is_cuda or INTERPRETED.value):
-        raise ValueError(f"q's device is {q.device}; must be a CUDA device for the {backend.name} backend")
-
-
-def _output(name: str, given: torch.Tensor | None, shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """the tensor given to write to, which must be contiguous, or a new one"""
-    if given is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    if not given.is_contiguous():
-        raise ValueError(f"{name}'s strides are {given.stride()}; must be those of a contiguous tensor")
-    return given
-
-
-def _check_workspace(workspace: torch.Tensor | None, size: int, device: torch.device) -> torch.Tensor:
-    """the caller's workspace if it is one (uint8, large enough, on the device), else a new one"""
-    if workspace is None:
-        return torch.empty(size, dtype=torch.uint8, device=device)
-    for what, was, may, ok in (
-        ("dtype", workspace.dtype, "torch.uint8", workspace.dtype == torch.uint8),
-        ("device", workspace.device, device, workspace.device == device),
-        ("size", workspace.numel(), f"at least {size} bytes (workspace_size)", workspace.numel() >= size),
-        ("address", workspace.data_ptr(), "a multiple of 16", workspace.data_ptr() % 16 == 0),
-        ("strides", workspace.stride(), "those of a contiguous tensor", workspace.is_contiguous()),
-    ):  # fmt: skip
-        if not ok:
-            raise ValueError(f"workspace's {what} is {was}; must be {may}")
-    return workspace.view(-1)
-
 # %% ../nbs/05_flashkda_triton.ipynb #d4bc01df
 class TritonPrefill(Backend):
     """The half of `TritonBackend` that runs prompts: what is supported, and `prefill`."""

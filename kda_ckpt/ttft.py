@@ -110,8 +110,8 @@ def check_config(config: TTFTConfig) -> None:
             raise ValueError(f"{name} is {getattr(config, name)!r}; it must be one of {', '.join(choices)}")
     for name in ("config", "prompts"):
         path = getattr(config, name)
-        if path is not None and not Path(path).is_file():
-            raise ValueError(f"{name} is {path!r}; there is no such file")
+        if path is not None and (not Path(path).exists() or Path(path).is_dir()):
+            raise ValueError(f"{name} is {path!r}; it must be a file that can be read")
 
 # %% ../nbs/09_ttft.ipynb #e98bcef6
 def resolve(config: TTFTConfig) -> TTFTConfig:

@@ -238,6 +238,9 @@ BAD_ENGINES = [
     (dict(cache_memory_bytes=10), "memory_bytes is 10"),
     (dict(attention_block_size=5), "must divide"),
     (dict(hash_block_size=5), "must divide"),
+    (dict(hash_block_size=0), "hash_block_size is 0"),
+    (dict(attention_block_size=-8), "attention_block_size is -8"),
+    (dict(num_blocks=30, cache_memory_bytes=10**9), "only one of them"),
     (dict(partial_hits=True, attention_block_size=8, hash_block_size=4), "must divide 4"),
 ]
 
@@ -255,3 +258,105 @@ def test_unknown_preset_and_backend():
         LLM("tiny", backend="fast")
     with pytest.raises(ValueError, match="backend 'torch' cannot|backend is 'torch'|dtype"):
         LLM(get_preset("tiny"), backend="torch", dtype=torch.int32)
+
+
+def test_abort_inside_generate(model):
+    llm = engine(model, "internal")
+    a, b = prompt(20, 30), prompt(21, 30)
+
+    def stop_first(_):
+        if len(llm.steps) == 3:
+            llm.abort(min(llm.scheduler.requests))
+
+    first, second = llm.generate([a, b], GREEDY, on_step=stop_first)
+    assert (first.finish_reason, len(first.token_ids)) == ("abort", 3)
+    assert second.finish_reason == "length" and [second.token_ids] == truth(model, [b])
+
+
+def test_reset_inside_generate(model):
+    llm = engine(model, "internal")
+    [output] = llm.generate([prompt(22, 30)], GREEDY, on_step=lambda _: llm.reset())
+    assert output.finish_reason == "abort" and not llm.has_unfinished
+
+
+def test_generate_leaves_others_in_flight_alone(model):
+    llm = engine(model, "internal")
+    llm.add_request(prompt(23, 20), SamplingParams(max_tokens=2), "other")
+    [mine] = llm.generate([prompt(24, 20)], GREEDY)
+    assert [mine.token_ids] == truth(model, [prompt(24, 20)]) and llm.has_unfinished
+    [other] = llm.step()
+    assert other.request_id == "other" and len(other.token_ids) == 2 and not llm.has_unfinished
+
+
+def test_interrupted_generate_leaves_nothing_behind(model):
+    llm = engine(model, "internal")
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([prompt(25, 30)] * 2, GREEDY, on_step=interrupt)
+    assert not llm.has_unfinished and llm.manager.pool.num_free == llm.manager.pool.num_blocks - 1
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-3])
+def test_tiny_temperatures_are_greedy(model, temperature):
+    params = SamplingParams(max_tokens=6, temperature=temperature)
+    assert tokens(engine(model, "internal").generate([prompt(26, 20)], params)) == truth(model, [prompt(26, 20)])
+
+
+def test_sampling_does_not_depend_on_company_or_preemption(model):
+    warm, p = SamplingParams(max_tokens=20, temperature=1.0, seed=5), prompt(27, 33)
+    alone = tokens(engine(model, "internal").generate([p], warm))
+    crowd = [prompt(n, 30 + n) for n in range(7)]
+    llm = engine(model, "internal", attention_block_size=8, num_blocks=14, max_model_len=60)
+    outputs = llm.generate([*crowd, p], [SamplingParams(max_tokens=20)] * 7 + [warm])
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    assert tokens(outputs[-1:]) == alone
+
+
+BAD_PARAMS = [
+    (dict(max_tokens=0), "max_tokens is 0"),
+    (dict(temperature=-1), "temperature is -1"),
+    (dict(temperature=float("nan")), "temperature is nan"),
+    (dict(temperature="1"), "temperature is '1'"),
+    (dict(seed=1.5), "seed is 1.5"),
+    (dict(seed=2**63), "it must be below"),
+    (dict(stop_token_id="x"), "stop_token_id is 'x'"),
+]
+
+
+@pytest.mark.parametrize("kwargs, message", BAD_PARAMS)
+def test_bad_sampling_params(kwargs, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        SamplingParams(**kwargs)
+
+
+BAD_CALLS = [
+    (lambda llm: llm.add_request(5), "prompt_token_ids is a int"),
+    (lambda llm: llm.add_request({1, 2}), "prompt_token_ids is a set"),
+    (lambda llm: llm.add_request("abc"), "prompt_token_ids is a str"),
+    (lambda llm: llm.add_request([True]), "True at position 0"),
+    (lambda llm: llm.add_request([1], dict(max_tokens=3)), "it must be a SamplingParams"),
+    (lambda llm: llm.add_request([1], GREEDY, ""), "request_id is ''"),
+    (lambda llm: llm.add_request([1], GREEDY, 7), "request_id is 7"),
+    (lambda llm: llm.add_request([1], SamplingParams(stop_token_id=1000)), "stop_token_id is 1000"),
+    (lambda llm: llm.generate([1, 2, 3]), "prompt_token_ids is a int"),
+    (lambda llm: llm.generate([[1]], [None]), "params is None"),
+    (lambda llm: llm.generate([[1]], [GREEDY] * 2), "params has 2 entries"),
+]
+
+
+@pytest.mark.parametrize("call, message", BAD_CALLS)
+def test_bad_calls(model, call, message):
+    llm = engine(model, "internal")
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(llm)
+    assert not llm.has_unfinished
+
+
+def test_own_names_do_not_collide_with_a_callers(model):
+    llm = engine(model, "internal")
+    llm.add_request([1, 2, 3], GREEDY, "request-0")
+    [output] = llm.generate(iter([[4, 5]]), GREEDY)
+    assert output.request_id != "request-0"

@@ -1,13 +1,10 @@
 """The Triton backend in Triton's interpreter, on the CPU, against the float64 recurrence and the torch backend."""
 
-import os
-
 import pytest
 import torch
 
 if torch.cuda.is_available():
     pytest.skip("the kernels are tested on the GPU (tests/gpu)", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,10 +20,7 @@ OUT, STATE = 6e-3, 5e-3  # bf16 operands: about 4e-3 and 3e-3 are usual
 
 @pytest.fixture(scope="module")
 def backend():
-    backend = TritonBackend()
-    if not backend.available()[0]:
-        pytest.skip("kda_ckpt.triton_kda was imported without TRITON_INTERPRET=1")
-    return backend
+    return TritonBackend()
 
 
 def inputs(lens, heads=1, head_dim=64, regime="mixed", dtype=BF16, **change):
