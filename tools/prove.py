@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import hypothesis
@@ -37,6 +37,8 @@ from kda_ckpt.shadow import (
     explore,
     host_metadata,
     random_world,
+    small_prompts,
+    small_systems,
     small_worlds,
 )
 
@@ -64,13 +66,15 @@ def stride(total: int, part: int, parts: int, deadline: float) -> tuple[Count, i
 def sample(seed: int, deadline: float) -> tuple[Count, int]:
     """Random worlds of every size, with one step that may fail, until the deadline: what was looked at, tokens of the largest."""
     rng, count, largest = random.Random(seed), Count(), 0
-    pools: dict[int, list] = {}
+    known = {total: (list(small_prompts(total)), list(small_systems(total))) for total in range(6, 19)}
     with host_metadata():
         while time.time() < deadline:
-            total = rng.randrange(6, 19)
-            if total not in pools:
-                pools[total] = rng.sample(list(small_worlds(total)), 4000)
-            count += explore(*rng.choice(pools[total]), failures=1)
+            total = rng.choice(list(known))
+            (prompts, max_tokens), world = map(rng.choice, known[total])
+            smallest = world.smallest_pool(max(map(len, prompts)) + max_tokens)
+            count += explore(
+                replace(world, num_blocks=smallest + rng.choice((0, 1, 2, 40))), prompts, max_tokens, failures=1
+            )
             largest = max(largest, total)
     return count, largest
 
