@@ -433,6 +433,7 @@ def check_cache_args(conv_cache, state_cache, channels: int) -> int:
     W1 = conv_cache.shape[2]
     _require(W1 >= 1, "conv_cache's shape", tuple(conv_cache.shape), f"(slots, {channels}, W - 1)")
     _check_tensor("conv_cache", conv_cache, ((slots, channels, W1),), state_cache.device)
+    _check_tensor("state_cache", state_cache, ((slots, H, V, K),), state_cache.device)
     return slots
 
 # %% ../nbs/00_torch_backend.ipynb #220ba1a3

@@ -527,4 +527,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if not is_expected(error):
             raise
         fail(str(error) or type(error).__name__)
+    if code == 130:
+        fail("interrupted", 130)
     sys.exit(code if isinstance(code, int) else 0)

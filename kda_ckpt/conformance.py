@@ -231,7 +231,7 @@ def read_cases(path: str | Path) -> Iterator[tuple[int, str, dict]]:
             continue
         try:
             case = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise BadFile(f"{path}, line {number}: no JSON ({error})") from error
         keys = [key for key in KINDS if isinstance(case, dict) and key in case]
         if len(keys) != 1:
@@ -249,7 +249,7 @@ def run_file(path: str | Path) -> FileReport:
             mismatch = runner(case, number)
         except KeyError as error:
             raise BadFile(f"{path}, line {number}: the {kind} case lacks {error}") from error
-        except (AttributeError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError) as error:
             raise BadFile(f"{path}, line {number}: the {kind} case cannot be run: {error}") from error
         report.num_cases += 1
         report.mismatches += [mismatch] if mismatch else []

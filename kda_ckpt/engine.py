@@ -554,11 +554,22 @@ def build_model(
     seed: int = 0,
 ) -> KimiLinear:
     """A model with seeded random weights. By default on the GPU in bfloat16 if there is one, else on the CPU in float32."""
+    if not isinstance(model, (str, ModelConfig)):
+        raise TypeError(f"model is {model!r}; it must be a preset's name, a ModelConfig or a KimiLinear")
     config = get_preset(model) if isinstance(model, str) else model
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device is {device!r}; it must be 'cpu' or 'cuda'") from None
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"device is {str(device)!r}; it must be 'cpu', or 'cuda' where torch sees a GPU")
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}; it must be a torch.dtype")
     if isinstance(backend, str):
         backend = get_backend(backend, device=device)
+    elif not isinstance(backend, Backend):
+        raise TypeError(f"backend is {backend!r}; it must be a name or a Backend")
     ok, why = backend.supports(
         head_dim=config.head_dim, dtype=dtype, state_dtype=torch.float32, safe_gate=config.lower_bound is not None
     )

@@ -16,11 +16,12 @@ from .scheduler import Request, RequestStatus, ScheduledChunk, Scheduler, Schedu
 from .spec import Checkpoint, MambaSpec, MLAAttentionSpec, check_int
 
 WAYS = ("split", "internal")
+MAX_DRAWN = 2_000_000  # steps times block-table columns
 MAX_PROMPT_LEN = 2**22
 
 # %% auto #0
-__all__ = ['WAYS', 'MAX_PROMPT_LEN', 'bookkeeping', 'replay', 'Case', 'ExplainedStep', 'describe_step', 'ExplainedWay',
-           'Explanation', 'explain_way', 'put_in_flight', 'explain']
+__all__ = ['WAYS', 'MAX_DRAWN', 'MAX_PROMPT_LEN', 'bookkeeping', 'replay', 'Case', 'ExplainedStep', 'describe_step',
+           'ExplainedWay', 'Explanation', 'explain_way', 'put_in_flight', 'explain']
 
 # %% ../nbs/09_explain.ipynb #ec182063
 def bookkeeping(
@@ -112,6 +113,13 @@ class Case:
                 check_int(name, getattr(self, name), 1)
         if self.prompt_len > MAX_PROMPT_LEN:
             raise ValueError(f"prompt_len is {self.prompt_len}; it must be at most {MAX_PROMPT_LEN}")
+        columns = -(-self.prompt_len // self.block_size)
+        steps = -(-self.prompt_len // min(self.budget, self.long_prefill_token_threshold or self.budget))
+        if steps * columns > MAX_DRAWN:
+            raise ValueError(
+                f"prompt_len is {self.prompt_len} with block_size {self.block_size} and budget {self.budget}; that would be "
+                f"{steps} steps of {columns} columns, and together they may be at most {MAX_DRAWN}"
+            )
         if self.start and self.cached:
             raise ValueError(f"start is {self.start} and cached is {self.cached}; only one of them can be given")
         if self.start >= self.prompt_len:

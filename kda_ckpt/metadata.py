@@ -139,19 +139,24 @@ class KDAMetadataBuilder:
         """The metadata of a batch, decode rows first.
 
         block_table: the Mamba row of each request, after the allocation of this step
-        Raises `ValueError` for a wrong order or missing row, `RuntimeError` when a checkpoint has no block.
+        Raises `ValueError` for a wrong order or missing row, `RuntimeError` when a state it needs has no block.
         """
         num_decodes = check_batch_order(rows, block_table)
         prefills = rows[num_decodes:]
         lengths = [row.query_len for row in prefills]
+        load_slots = [self.load_slot(row, blocks) for row, blocks in zip(rows, block_table)]
+        for row, blocks, slot in zip(rows, block_table, load_slots):
+            if not blocks or blocks[-1] <= 0 or (row.start and slot <= 0):
+                raise RuntimeError(
+                    f"block_table has {list(blocks)} for tokens [{row.start}, {row.end}); the block of the state it "
+                    "starts from and the last, for its new state, must not be the null block"
+                )
         return KDAMetadata(
             num_decodes=num_decodes,
             num_prefills=len(prefills),
             num_prefill_tokens=sum(lengths),
             cu_seqlens=to_device(np.cumsum([0, *lengths]), torch.int32, self.device),
-            load_slots=to_device(
-                [self.load_slot(row, blocks) for row, blocks in zip(rows, block_table)], torch.int64, self.device
-            ),
+            load_slots=to_device(load_slots, torch.int64, self.device),
             store_slots=to_device([blocks[-1] for blocks in block_table], torch.int64, self.device),
             checkpoint=self.build_checkpoint(prefills, block_table[num_decodes:]),
         )
@@ -160,7 +165,8 @@ class KDAMetadataBuilder:
         """The block that holds the state after `row.start` tokens; 0 when the row starts from nothing."""
         if row.start == 0:
             return 0
-        return blocks[(row.start - 1) // self.spec.block_size if self.spec.mamba_cache_mode == "align" else 0]
+        column = (row.start - 1) // self.spec.block_size if self.spec.mamba_cache_mode == "align" else 0
+        return blocks[column] if column < len(blocks) else 0
 
     def build_checkpoint(
         self, rows: Sequence[Row], block_table: Sequence[Sequence[int]]
@@ -169,9 +175,11 @@ class KDAMetadataBuilder:
         plans = [self.spec.plan_checkpoint(row.start, row.end) for row in rows]
         if not any(plans):
             return None
-        slots = [blocks[plan.column] if plan else 0 for plan, blocks in zip(plans, block_table)]
+        slots = [
+            blocks[plan.column] if plan and plan.column < len(blocks) else 0 for plan, blocks in zip(plans, block_table)
+        ]
         for plan, slot in zip(plans, slots):
-            if plan and slot == 0:
+            if plan and slot <= 0:
                 raise RuntimeError(
                     f"block_table has the null block in column {plan.column}, where the state at {plan.position} goes"
                 )
@@ -194,6 +202,11 @@ class AttentionMetadataBuilder:
         """
         num_decodes = check_batch_order(rows, block_table)
         query_lens, seq_lens = [row.query_len for row in rows], [row.end for row in rows]
+        for row, blocks in zip(rows, block_table):
+            if len(blocks) * self.spec.block_size < row.end:
+                raise ValueError(
+                    f"block_table has {len(blocks)} blocks of {self.spec.block_size} tokens for the {row.end} tokens of a row"
+                )
         table = np.zeros((len(rows), max(map(len, block_table))), dtype=np.int32)
         for line, blocks in zip(table, block_table):
             line[: len(blocks)] = blocks

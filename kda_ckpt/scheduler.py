@@ -52,6 +52,8 @@ def mamba_block_aligned_split(
     partial_hits, hash_block_size: hits may end at multiples of `hash_block_size` inside a block
     whole_blocks: let a chunk that does not finish the prefill never end inside a block, even if it is free
     """
+    check_int("start", start, 0)
+    check_int("num_new_tokens", num_new_tokens, 1)
     size = spec.block_size
     end = start + num_new_tokens
     prefill_end = max(num_prompt_tokens, num_tokens - 1)
@@ -205,6 +207,8 @@ class Scheduler:
     ) -> None:
         self.config, self.manager = config, manager
         self.specs = tuple(specs)
+        if self.specs != manager.specs:
+            raise ValueError(f"specs has {len(self.specs)} groups; they must be those of the manager, in its order")
         self.mamba_specs = [spec for spec in specs if isinstance(spec, MambaSpec)]
         self.mamba_has_prefill_checkpoint_blocks = use_checkpoints and mamba_has_prefill_checkpoint_blocks(specs)
         self.whole_blocks = whole_blocks
@@ -322,10 +326,13 @@ class Scheduler:
 
         sampled: the next token of every chunk that `samples`, by request id
         """
+        missing = [c.request.request_id for c in output.chunks if c.samples and c.request.request_id not in sampled]
+        if missing:
+            raise KeyError(f"sampled lacks the tokens of {', '.join(missing)}")
         finished = []
         for chunk in output.chunks:
             request = chunk.request
-            if request.status is not RequestStatus.RUNNING:
+            if request.status is not RequestStatus.RUNNING or request.num_computed_tokens != chunk.start:
                 continue
             samples = chunk.samples
             request.num_computed_tokens = chunk.end

@@ -360,3 +360,60 @@ def test_own_names_do_not_collide_with_a_callers(model):
     llm.add_request([1, 2, 3], GREEDY, "request-0")
     [output] = llm.generate(iter([[4, 5]]), GREEDY)
     assert output.request_id != "request-0"
+
+
+def test_interrupt_while_scheduling_leaves_no_promise(model, monkeypatch):
+    a, b = prompt(30, 50), prompt(31, 50)
+    llm = engine(model, "internal")
+    llm.add_request(a, GREEDY, "a")
+    llm.add_request(b, GREEDY, "b")
+    allocate, calls = llm.manager.allocate, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return allocate(*args)
+
+    monkeypatch.setattr(llm.manager, "allocate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.step()
+    monkeypatch.setattr(llm.manager, "allocate", allocate)
+    longer = [*a, 1, 2]
+    [output] = llm.generate([longer], GREEDY)
+    assert [output.token_ids] == truth(model, [longer])
+    done = {o.request_id: o.token_ids for _ in range(20) for o in llm.step()}
+    assert [done["a"], done["b"]] == truth(model, [a, b])
+
+
+def test_interrupt_while_booking_a_step(model, monkeypatch):
+    p = prompt(32, 40)
+    llm = engine(model, "internal")
+    llm.add_request(p, GREEDY, "a")
+    record = llm._record
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    llm.step()
+    monkeypatch.setattr(llm, "_record", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.step()
+    monkeypatch.setattr(llm, "_record", record)
+    [output] = [o for _ in range(20) for o in llm.step()]
+    assert [output.token_ids] == truth(model, [p])
+    assert llm.manager.pool.num_free == llm.manager.pool.num_blocks - 1
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        (dict(model=123), "model is 123"),
+        (dict(backend=None), "backend is None"),
+        (dict(device="tpu"), "device is 'tpu'"),
+        (dict(dtype="float32"), "dtype is 'float32'"),
+    ],
+)
+def test_bad_model_arguments(kwargs, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        LLM(**(dict(model="tiny", device="cpu") | kwargs))

@@ -226,7 +226,7 @@ def passed_blocks_kept(patch):
     patch.setattr(MambaManager, "num_blocks_released", lambda m, name: 0)
 
 
-@mutant("I1", "I3", "I4", "I6")
+@mutant("I1", "I3", "I4", "I6", "RuntimeError")
 def continued_state_released_too_early(patch):
     def release(self, name):
         row = self.rows.get(name, [])
