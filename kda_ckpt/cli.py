@@ -344,7 +344,8 @@ def check_lines(result: dict[str, Any]) -> Iterator[str]:
         check = checks[name]
         if check["requests"]:
             detail = "" if exact else f", {check['share']:.2%} of the tokens differ, {check['limit']:.2%} may"
-            color, word = ("green", "passed") if check["ok"] else ("red", "FAILED")
+            words = {True: ("green", "passed"), False: ("red", "FAILED"), None: ("yellow", "unclear")}
+            color, word = words[check["ok"]]
             yield f"[{color}]{word}[/{color}]  {what} ({check['requests']} requests{detail})"
 
 

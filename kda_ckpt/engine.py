@@ -475,7 +475,7 @@ class LLM:
         tokens = logits.argmax(dim=-1).tolist()
         sampled = {}
         for request_id, chunk, token, row in zip(ids, chunks, tokens, logits):
-            if chunk.samples:
+            if chunk.samples and request_id in self._params:
                 sampled[request_id] = self._draw(chunk.request, row) if self._params[request_id].temperature else token
         return sampled
 
@@ -496,6 +496,8 @@ class LLM:
         """Enter a finished step into the statistics."""
         for chunk in output.chunks:
             request = chunk.request
+            if request.request_id not in self._outputs:  # aborted while the forward ran
+                continue
             metrics = self._outputs[request.request_id].metrics
             metrics.num_cached_tokens = request.num_cached_tokens
             metrics.num_prefill_forwards = request.num_prefill_forwards
@@ -524,9 +526,14 @@ class LLM:
         Other requests in flight go on beside them, and `step` returns their outputs later. Raises `ValueError` or
         `TypeError` before anything starts when one of the prompts can never run; if a forward fails, all are aborted.
         """
+        if not isinstance(prompts, Iterable):
+            raise TypeError(f"prompts is {prompts!r}; it must be a sequence of prompts")
         prompts = list(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, Iterable):
+            raise TypeError(f"params is {params!r}; it must be a SamplingParams, or one for each prompt")
+        params = list(params)
         if len(params) != len(prompts):
             raise ValueError(
                 f"params has {len(params)} entries; it must have one for each of the {len(prompts)} prompts"

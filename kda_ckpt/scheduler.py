@@ -326,13 +326,14 @@ class Scheduler:
 
         sampled: the next token of every chunk that `samples`, by request id
         """
-        missing = [c.request.request_id for c in output.chunks if c.samples and c.request.request_id not in sampled]
+        running = [chunk for chunk in output.chunks if chunk.request.status is RequestStatus.RUNNING]
+        missing = [c.request.request_id for c in running if c.samples and c.request.request_id not in sampled]
         if missing:
             raise KeyError(f"sampled lacks the tokens of {', '.join(missing)}")
         finished = []
-        for chunk in output.chunks:
+        for chunk in running:
             request = chunk.request
-            if request.status is not RequestStatus.RUNNING or request.num_computed_tokens != chunk.start:
+            if request.num_computed_tokens != chunk.start:
                 continue
             samples = chunk.samples
             request.num_computed_tokens = chunk.end
@@ -349,8 +350,9 @@ class Scheduler:
         """Book a step that failed: nothing it promised is in the cache, and its requests start again."""
         self.manager.rollback_step()
         for request in [chunk.request for chunk in output.chunks[::-1]]:
-            self.running.remove(request)
-            self._preempt(request)
+            if request.status is RequestStatus.RUNNING:  # and not aborted in the meantime
+                self.running.remove(request)
+                self._preempt(request)
 
     def start_over(self) -> None:
         """Forget all blocks and everything cached, and let every request wait again: after an interrupt in mid-booking."""
