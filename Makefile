@@ -15,7 +15,7 @@ help:
 	@echo "Setting up .venv (a minute or two) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: .venv/.ready  ## run the TTFT experiment on this machine; writes out/ttft.json and out/ttft.png
