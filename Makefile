@@ -5,6 +5,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export MPLBACKEND ?= Agg
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: help demo test lint generated notebooks-test pytest hooks notebooks readme prove gpu-test bench sanitize clean
 

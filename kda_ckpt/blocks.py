@@ -15,57 +15,15 @@ from .spec import check_int
 NULL_BLOCK = 0
 
 
-class BlockPool:
-    """Physical blocks 1 .. num_blocks − 1 with reference counts, prefix hashes per group, and LRU reuse."""
+class BlockHashes:
+    """Which block carries which prefix hash, per group."""
 
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
         check_int("num_blocks", num_blocks, 2)
         check_int("num_groups", num_groups, 1)
         self.num_blocks = num_blocks
-        self.ref_counts = [0] * num_blocks
-        self.evictions = 0
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._cached: list[dict[bytes, list[int]]] = [{} for _ in range(num_groups)]
         self._key_of: list[tuple[int, bytes] | None] = [None] * num_blocks
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be handed out now, cached ones included."""
-        return len(self._free)
-
-    def take(self, count: int) -> list[int]:
-        """Hand out `count` blocks with reference count 1; cached ones among them lose their hash. Raises `RuntimeError` when too few are free."""
-        if count > len(self._free):
-            raise RuntimeError(f"count is {count}; only {len(self._free)} blocks are free")
-        pop, keys, counts = self._free.popitem, self._key_of, self.ref_counts
-        blocks = [pop(last=False)[0] for _ in range(count)]
-        for block in blocks:
-            counts[block] = 1
-            if keys[block] is not None:
-                self.evictions += 1
-                self.uncache(block)
-        return blocks
-
-    def share(self, block: int) -> None:
-        """Add a reference to a block, reviving it when it was free."""
-        if block != NULL_BLOCK:
-            if self.ref_counts[block] == 0:
-                del self._free[block]
-            self.ref_counts[block] += 1
-
-    def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference to each block, in this order; null blocks are passed over. Cached ones queue up behind the others for reuse, blank ones are next in line."""
-        counts, free, keys = self.ref_counts, self._free, self._key_of
-        for block in blocks:
-            if block == NULL_BLOCK:
-                continue
-            if counts[block] == 0:
-                raise RuntimeError(f"blocks has {block}, which nobody holds")
-            counts[block] -= 1
-            if counts[block] == 0:
-                free[block] = None
-                if keys[block] is None:
-                    free.move_to_end(block, last=False)
 
     def cache(self, block: int, group: int, block_hash: bytes) -> None:
         """Give a held block a hash, under which `find` returns it. A block that already carries one keeps only the new one."""
@@ -108,7 +66,56 @@ class BlockPool:
         return {block: block_hash for block_hash, blocks in self._cached[group].items() for block in blocks}
 
 # %% auto #0
-__all__ = ['NULL_BLOCK', 'BlockPool', 'extend_hashes']
+__all__ = ['NULL_BLOCK', 'BlockHashes', 'BlockPool', 'extend_hashes']
+
+# %% ../nbs/03_block_pool.ipynb #d7cd8bd2
+class BlockPool(BlockHashes):
+    """Physical blocks 1 .. num_blocks − 1 with reference counts, prefix hashes per group, and LRU reuse."""
+
+    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
+        super().__init__(num_blocks, num_groups)
+        self.ref_counts = [0] * num_blocks
+        self.evictions = 0
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out now, cached ones included."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Hand out `count` blocks with reference count 1; cached ones among them lose their hash. Raises `RuntimeError` when too few are free."""
+        if count > len(self._free):
+            raise RuntimeError(f"count is {count}; only {len(self._free)} blocks are free")
+        pop, keys, counts = self._free.popitem, self._key_of, self.ref_counts
+        blocks = [pop(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            counts[block] = 1
+            if keys[block] is not None:
+                self.evictions += 1
+                self.uncache(block)
+        return blocks
+
+    def share(self, block: int) -> None:
+        """Add a reference to a block, reviving it when it was free."""
+        if block != NULL_BLOCK:
+            if self.ref_counts[block] == 0:
+                del self._free[block]
+            self.ref_counts[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drop one reference to each block, in this order; null blocks are passed over. Cached ones queue up behind the others for reuse, blank ones are next in line."""
+        counts, free, keys = self.ref_counts, self._free, self._key_of
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            if counts[block] == 0:
+                raise RuntimeError(f"blocks has {block}, which nobody holds")
+            counts[block] -= 1
+            if counts[block] == 0:
+                free[block] = None
+                if keys[block] is None:
+                    free.move_to_end(block, last=False)
 
 # %% ../nbs/03_block_pool.ipynb #09f932cb
 def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], hash_block_size: int) -> None:

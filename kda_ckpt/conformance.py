@@ -181,7 +181,7 @@ class Scenario:
 
 OPERATIONS = ("add", "lookup", "split", "allocate", "append", "free", "preempt", "step")
 
-
+# %% ../nbs/11_conformance.ipynb #a1b2c3d4
 def run_manager(case: dict, line: int = 1) -> Mismatch | None:
     """One scenario. Returns the first operation whose answer differs, or None."""
     scenario = Scenario(case)

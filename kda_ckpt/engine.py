@@ -25,7 +25,8 @@ from .spec import KVCacheConfig, KVCacheSpec, MambaSpec, check_int, fit_attentio
 
 # %% auto #0
 __all__ = ['PAGE_ALIGNMENT', 'PREFIX_CACHING', 'GRAPH_STRETCH', 'page_views', 'CachePool', 'SamplingParams', 'RequestMetrics',
-           'RequestOutput', 'StepStats', 'stretched', 'copy_metadata', 'DecodeGraphs', 'LLM', 'build_model']
+           'RequestOutput', 'StepStats', 'stretched', 'copy_metadata', 'DecodeGraphs', 'EngineMemory', 'check_tokens',
+           'EngineRequests', 'EngineForward', 'EngineSteps', 'EngineBatches', 'check_sizes', 'LLM', 'build_model']
 
 # %% ../nbs/08_engine.ipynb #c7ea5800
 PAGE_ALIGNMENT = 256
@@ -115,7 +116,7 @@ class SamplingParams:
             if self.seed >= 2**63:
                 raise ValueError(f"seed is {self.seed}; it must be below 2**63")
 
-
+# %% ../nbs/08_engine.ipynb #be72763a
 @dataclass
 class RequestMetrics:
     """Times in seconds of `time.perf_counter`, lengths in tokens."""
@@ -215,76 +216,8 @@ class DecodeGraphs:
         return graph, ids, meta, logits
 
 # %% ../nbs/08_engine.ipynb #f6236937
-class LLM:
-    """A model, its caches and a scheduler.
-
-    model: a preset's name, a `ModelConfig`, or a `KimiLinear` (then backend, device, dtype and seed are the model's own)
-    prefix_caching: "off", "split" or "internal"
-    block_size: tokens between saved states; attention_block_size: by default the largest divisor whose page fits a state's
-    hash_block_size: tokens per prefix hash (default: the attention block); partial_hits: let hits end inside a block
-    max_num_scheduled_tokens, max_num_seqs, long_prefill_token_threshold, max_model_len: see `SchedulerConfig`
-    num_blocks: size of the pool; or cache_memory_bytes; by default room for `max_num_seqs` requests, as far as memory goes
-    cuda_graphs: replay decode steps as CUDA graphs, on a GPU
-    """
-
-    def __init__(
-        self,
-        model: str | ModelConfig | KimiLinear = "tiny",
-        *,
-        prefix_caching: str = "internal",
-        backend: str | Backend = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        seed: int = 0,
-        block_size: int = 1536,
-        attention_block_size: int | None = None,
-        hash_block_size: int | None = None,
-        partial_hits: bool = False,
-        max_num_scheduled_tokens: int = 8192,
-        max_num_seqs: int = 64,
-        long_prefill_token_threshold: int = 0,
-        max_model_len: int = 16384,
-        num_blocks: int | None = None,
-        cache_memory_bytes: int | None = None,
-        cuda_graphs: bool = True,
-    ) -> None:
-        sizes = {
-            "block_size": block_size,
-            "attention_block_size": attention_block_size,
-            "hash_block_size": hash_block_size,
-            "cache_memory_bytes": cache_memory_bytes,
-        }
-        for name, size in sizes.items():
-            if size is not None or name == "block_size":
-                check_int(name, size, 1)
-        if num_blocks is not None and cache_memory_bytes is not None:
-            raise ValueError(
-                f"num_blocks is {num_blocks} and cache_memory_bytes {cache_memory_bytes}; give only one of them"
-            )
-        self.scheduler_config = SchedulerConfig(
-            max_num_scheduled_tokens, max_num_seqs, long_prefill_token_threshold, max_model_len
-        )
-        self.block_size, self.partial_hits = block_size, partial_hits
-        self._check_prefix_caching(prefix_caching)
-        self.model = model if isinstance(model, KimiLinear) else build_model(model, backend, device, dtype, seed)
-        self.attention_block_size = attention_block_size or self._fit_attention_block()
-        self.hash_block_size = hash_block_size or self.attention_block_size
-        groups = tuple(group_layers(self._specs("internal")))
-        if [isinstance(group.spec, MambaSpec) for group in groups] != [False, True]:
-            kinds = ", ".join(type(group.spec).__name__ for group in groups)
-            raise ValueError(
-                f"model has cache groups {kinds}; the engine runs one attention group with one Mamba group"
-            )
-        self._new_manager([group.spec for group in groups], 2)  # raises on block sizes that do not fit together
-        self.cache = CachePool(
-            KVCacheConfig(groups, self._num_blocks(groups, num_blocks, cache_memory_bytes)), self.device
-        )
-        self.decode_graphs = None
-        if cuda_graphs and self.device.type == "cuda":
-            self.decode_graphs = DecodeGraphs(self.model, self.attention_block_size)
-        self._ids = itertools.count()
-        self._outputs: dict[str, RequestOutput] = {}
-        self.reset(prefix_caching=prefix_caching)
+class EngineMemory:
+    """What an engine is made of: sizes, specs, manager, scheduler, and `reset`."""
 
     @property
     def device(self) -> torch.device:
@@ -342,6 +275,25 @@ class LLM:
         self._generator = torch.Generator(self.device)
         self.steps: list[StepStats] = []
 
+# %% ../nbs/08_engine.ipynb #9dde0d2e
+def check_tokens(prompt_token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """The prompt as a list of integers. Raises `TypeError` or `ValueError` naming the first entry that is no token id."""
+    if isinstance(prompt_token_ids, (str, set, frozenset, dict)) or not isinstance(prompt_token_ids, Iterable):
+        kind = type(prompt_token_ids).__name__
+        raise TypeError(f"prompt_token_ids is a {kind}; it must be a sequence of integer token ids")
+    token_ids: list[int] = []
+    for position, token in enumerate(prompt_token_ids):
+        if isinstance(token, bool) or not hasattr(token, "__index__"):
+            raise TypeError(f"prompt_token_ids has {token!r} at position {position}; it must be an integer token id")
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"prompt_token_ids has {token} at position {position}; it must be in 0..{vocab_size - 1}")
+        token_ids.append(index(token))
+    return token_ids
+
+# %% ../nbs/08_engine.ipynb #d3787990
+class EngineRequests(EngineMemory):
+    """The requests an engine knows, and their outputs."""
+
     @property
     def has_unfinished(self) -> bool:
         """Whether any request still waits or runs, or has an output that `step` has not returned yet."""
@@ -351,7 +303,7 @@ class LLM:
         """A checked request that the engine does not know yet."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params is {params!r}; it must be a SamplingParams")
-        token_ids = self._check_tokens(prompt_token_ids)
+        token_ids = check_tokens(prompt_token_ids, self.model.config.vocab_size)
         if params.stop_token_id is not None and params.stop_token_id >= self.model.config.vocab_size:
             raise ValueError(
                 f"stop_token_id is {params.stop_token_id}; it must be in 0..{self.model.config.vocab_size - 1}"
@@ -363,23 +315,6 @@ class LLM:
         request = Request(request_id, token_ids, params.max_tokens, params.stop_token_id)
         self.scheduler.check(request)
         return request
-
-    def _check_tokens(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        if isinstance(prompt_token_ids, (str, set, frozenset, dict)) or not isinstance(prompt_token_ids, Iterable):
-            kind = type(prompt_token_ids).__name__
-            raise TypeError(f"prompt_token_ids is a {kind}; it must be a sequence of integer token ids")
-        vocab_size, token_ids = self.model.config.vocab_size, []
-        for position, token in enumerate(prompt_token_ids):
-            if isinstance(token, bool) or not hasattr(token, "__index__"):
-                raise TypeError(
-                    f"prompt_token_ids has {token!r} at position {position}; it must be an integer token id"
-                )
-            if not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"prompt_token_ids has {token} at position {position}; it must be in 0..{vocab_size - 1}"
-                )
-            token_ids.append(index(token))
-        return token_ids
 
     def _add(self, request: Request, params: SamplingParams) -> RequestOutput:
         self.scheduler.add(request)
@@ -409,40 +344,9 @@ class LLM:
         output.finish_reason = reason
         return output
 
-    def step(self) -> list[RequestOutput]:
-        """Run one forward. Returns the requests that finished with it.
-
-        When the forward raises, the step is undone, its requests wait to be computed again, and the error is passed on.
-        """
-        delivered, self._undelivered = self._undelivered, []
-        return delivered + (self._run_step() if self.scheduler.has_unfinished else [])
-
-    def _run_step(self) -> list[RequestOutput]:
-        start = time.perf_counter()
-        output = self.scheduler.schedule()
-        try:
-            chunks, meta = self._build(output)
-            self.cache.copy(output.copies)
-            tokens = self._sample(chunks, self._forward(chunks, meta))
-        except BaseException:
-            self.scheduler.undo_step(output)
-            raise
-        now = time.perf_counter()
-        try:
-            finished = self.scheduler.finish_step(output, tokens)
-            self._record(output, meta, tokens, now, now - start)
-        except BaseException:
-            self._recover()
-            raise
-        return [
-            self._forget(r.request_id, "stop" if r.token_ids[-1] == r.stop_token_id else "length") for r in finished
-        ]
-
-    def _recover(self) -> None:
-        """After an interrupt in mid-booking: what has ended is delivered by the next `step`, all else starts over."""
-        self.scheduler.start_over()
-        for request_id in self._outputs.keys() - self.scheduler.requests.keys():
-            self._undelivered.append(self._forget(request_id, "length"))
+# %% ../nbs/08_engine.ipynb #1d615c8e
+class EngineForward(EngineRequests):
+    """From the chunks of a step to sampled tokens."""
 
     def _build(self, output: SchedulerOutput) -> tuple[list[ScheduledChunk], BatchMetadata]:
         """The chunks in batch order, single tokens first, and the metadata of their forward."""
@@ -492,6 +396,45 @@ class LLM:
             return int(logits.argmax())
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
 
+# %% ../nbs/08_engine.ipynb #dcd78c95
+class EngineSteps(EngineForward):
+    """The step loop."""
+
+    def step(self) -> list[RequestOutput]:
+        """Run one forward. Returns the requests that finished with it.
+
+        When the forward raises, the step is undone, its requests wait to be computed again, and the error is passed on.
+        """
+        delivered, self._undelivered = self._undelivered, []
+        return delivered + (self._run_step() if self.scheduler.has_unfinished else [])
+
+    def _run_step(self) -> list[RequestOutput]:
+        start = time.perf_counter()
+        output = self.scheduler.schedule()
+        try:
+            chunks, meta = self._build(output)
+            self.cache.copy(output.copies)
+            tokens = self._sample(chunks, self._forward(chunks, meta))
+        except BaseException:
+            self.scheduler.undo_step(output)
+            raise
+        now = time.perf_counter()
+        try:
+            finished = self.scheduler.finish_step(output, tokens)
+            self._record(output, meta, tokens, now, now - start)
+        except BaseException:
+            self._recover()
+            raise
+        return [
+            self._forget(r.request_id, "stop" if r.token_ids[-1] == r.stop_token_id else "length") for r in finished
+        ]
+
+    def _recover(self) -> None:
+        """After an interrupt in mid-booking: what has ended is delivered by the next `step`, all else starts over."""
+        self.scheduler.start_over()
+        for request_id in self._outputs.keys() - self.scheduler.requests.keys():
+            self._undelivered.append(self._forget(request_id, "length"))
+
     def _record(self, output: SchedulerOutput, meta: BatchMetadata, tokens: dict[str, int], now: float, seconds: float):
         """Enter a finished step into the statistics."""
         for chunk in output.chunks:
@@ -513,6 +456,10 @@ class LLM:
         self.steps.append(
             StepStats(output.num_tokens, kda.num_prefills, kda.num_decodes, plans, len(output.preempted), seconds)
         )
+
+# %% ../nbs/08_engine.ipynb #1b96d70f
+class EngineBatches(EngineSteps):
+    """Whole batches of prompts."""
 
     def generate(
         self,
@@ -551,6 +498,89 @@ class LLM:
                 self.abort(request_id)
             raise
         return list(outputs.values())
+
+# %% ../nbs/08_engine.ipynb #ee8e3bef
+def check_sizes(
+    block_size: int,
+    attention_block_size: int | None,
+    hash_block_size: int | None,
+    num_blocks: int | None,
+    cache_memory_bytes: int | None,
+) -> None:
+    """Raise `ValueError` or `TypeError` naming the first of an engine's sizes that is wrong; None leaves one to the engine."""
+    sizes = {
+        "block_size": block_size,
+        "attention_block_size": attention_block_size,
+        "hash_block_size": hash_block_size,
+        "cache_memory_bytes": cache_memory_bytes,
+    }
+    for name, size in sizes.items():
+        if size is not None or name == "block_size":
+            check_int(name, size, 1)
+    if num_blocks is not None and cache_memory_bytes is not None:
+        raise ValueError(
+            f"num_blocks is {num_blocks} and cache_memory_bytes {cache_memory_bytes}; give only one of them"
+        )
+
+# %% ../nbs/08_engine.ipynb #333182ae
+class LLM(EngineBatches):
+    """A model, its caches and a scheduler.
+
+    model: a preset's name, a `ModelConfig`, or a `KimiLinear` (then backend, device, dtype and seed are the model's own)
+    prefix_caching: "off", "split" or "internal"
+    block_size: tokens between saved states; attention_block_size: by default the largest divisor whose page fits a state's
+    hash_block_size: tokens per prefix hash (default: the attention block); partial_hits: let hits end inside a block
+    max_num_scheduled_tokens, max_num_seqs, long_prefill_token_threshold, max_model_len: see `SchedulerConfig`
+    num_blocks: size of the pool; or cache_memory_bytes; by default room for `max_num_seqs` requests, as far as memory goes
+    cuda_graphs: replay decode steps as CUDA graphs, on a GPU
+    """
+
+    def __init__(
+        self,
+        model: str | ModelConfig | KimiLinear = "tiny",
+        *,
+        prefix_caching: str = "internal",
+        backend: str | Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        block_size: int = 1536,
+        attention_block_size: int | None = None,
+        hash_block_size: int | None = None,
+        partial_hits: bool = False,
+        max_num_scheduled_tokens: int = 8192,
+        max_num_seqs: int = 64,
+        long_prefill_token_threshold: int = 0,
+        max_model_len: int = 16384,
+        num_blocks: int | None = None,
+        cache_memory_bytes: int | None = None,
+        cuda_graphs: bool = True,
+    ) -> None:
+        check_sizes(block_size, attention_block_size, hash_block_size, num_blocks, cache_memory_bytes)
+        self.scheduler_config = SchedulerConfig(
+            max_num_scheduled_tokens, max_num_seqs, long_prefill_token_threshold, max_model_len
+        )
+        self.block_size, self.partial_hits = block_size, partial_hits
+        self._check_prefix_caching(prefix_caching)
+        self.model = model if isinstance(model, KimiLinear) else build_model(model, backend, device, dtype, seed)
+        self.attention_block_size = attention_block_size or self._fit_attention_block()
+        self.hash_block_size = hash_block_size or self.attention_block_size
+        groups = tuple(group_layers(self._specs("internal")))
+        if [isinstance(group.spec, MambaSpec) for group in groups] != [False, True]:
+            kinds = ", ".join(type(group.spec).__name__ for group in groups)
+            raise ValueError(
+                f"model has cache groups {kinds}; the engine runs one attention group with one Mamba group"
+            )
+        self._new_manager([group.spec for group in groups], 2)  # raises on block sizes that do not fit together
+        self.cache = CachePool(
+            KVCacheConfig(groups, self._num_blocks(groups, num_blocks, cache_memory_bytes)), self.device
+        )
+        self.decode_graphs = None
+        if cuda_graphs and self.device.type == "cuda":
+            self.decode_graphs = DecodeGraphs(self.model, self.attention_block_size)
+        self._ids = itertools.count()
+        self._outputs: dict[str, RequestOutput] = {}
+        self.reset(prefix_caching=prefix_caching)
 
 # %% ../nbs/08_engine.ipynb #2f728fbc
 def build_model(

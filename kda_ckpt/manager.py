@@ -41,8 +41,8 @@ class Chunk(NamedTuple):
     hashes: list[bytes]
 
 # %% auto #0
-__all__ = ['HasTokens', 'BlockCopy', 'Chunk', 'GroupManager', 'FullAttentionManager', 'MambaManager', 'PrefixHit',
-           'KVCacheManager']
+__all__ = ['HasTokens', 'BlockCopy', 'Chunk', 'GroupManager', 'FullAttentionManager', 'MambaRows', 'MambaManager', 'PrefixHit',
+           'KVCacheGroups', 'KVCacheSteps', 'PrefixLookup', 'KVCacheManager']
 
 # %% ../nbs/03_mamba_manager.ipynb #ef865f90
 class GroupManager:
@@ -120,8 +120,8 @@ class FullAttentionManager(GroupManager):
         return []
 
 # %% ../nbs/03_mamba_manager.ipynb #61723edc
-class MambaManager(GroupManager):
-    """One state per sequence: null blocks, at most one checkpoint, and the running block last."""
+class MambaRows(GroupManager):
+    """What happens to the blocks of a Mamba row: found, begun, moved out of the way, given back."""
 
     def __init__(self, spec: MambaSpec, pool: BlockPool, group: int, hash_block_size: int, partial_hits: bool = False):
         super().__init__(spec, pool, group, hash_block_size)
@@ -147,6 +147,43 @@ class MambaManager(GroupManager):
                 return length, block
         return 0, NULL_BLOCK
 
+    def num_blocks_released(self, request_id: str) -> int:
+        row = self.rows.get(request_id, [])
+        return sum(block != NULL_BLOCK and self.pool.ref_counts[block] == 1 for block in row[:-1])
+
+    def release_passed_blocks(self, request_id: str) -> None:
+        row = self.rows.get(request_id, [])
+        self.pool.release(row[:-1])
+        row[:-1] = [NULL_BLOCK] * (len(row) - 1)
+
+    def _begin_row(self, row: list[int], start: int, hit: Sequence[int]) -> list[BlockCopy]:
+        """The row of a request that starts from a hit: shared on a boundary, a fresh copy inside a block."""
+        if not start:
+            return []
+        row += [NULL_BLOCK] * ((start - 1) // self.block_size)
+        source = hit[-1]
+        if start % self.block_size == 0:
+            row.append(source)
+            return []
+        row += self.pool.take(1)
+        self.held_for_copies.append(source)
+        return [BlockCopy(self.group, source, row[-1])]
+
+    def _move_hash_away(self, running: int) -> list[BlockCopy]:
+        """Move the hash of a running block, which is about to be overwritten, to a fresh block with a copy of its state."""
+        block_hash = self.pool.hash_of(running)
+        [keeper] = self.pool.take(1)
+        self.pool.uncache(running)
+        self.pool.cache(keeper, self.group, block_hash)
+        self.step_hashes.add(block_hash)
+        self.step_blocks.append(keeper)
+        self.held_for_copies.append(keeper)
+        return [BlockCopy(self.group, running, keeper)]
+
+# %% ../nbs/03_mamba_manager.ipynb #3b81ace1
+class MambaManager(MambaRows):
+    """One state per sequence: null blocks, at most one checkpoint, and the running block last."""
+
     def _needs_internal_checkpoint(self, start: int, end: int) -> Checkpoint | None:
         """The checkpoint that the chunk exports and that this allocation must reserve a block for."""
         plan = self.spec.plan_checkpoint(start, end)
@@ -168,15 +205,6 @@ class MambaManager(GroupManager):
         if row is None:
             return 1
         return int(self.pool.hash_of(row[-1]) is not None)
-
-    def num_blocks_released(self, request_id: str) -> int:
-        row = self.rows.get(request_id, [])
-        return sum(block != NULL_BLOCK and self.pool.ref_counts[block] == 1 for block in row[:-1])
-
-    def release_passed_blocks(self, request_id: str) -> None:
-        row = self.rows.get(request_id, [])
-        self.pool.release(row[:-1])
-        row[:-1] = [NULL_BLOCK] * (len(row) - 1)
 
     def quiet_until(self, chunk: Chunk) -> int:
         row = self.rows[chunk.request_id]
@@ -210,30 +238,6 @@ class MambaManager(GroupManager):
             self.cache(row[-1], chunk.hashes, end)
         return copies
 
-    def _begin_row(self, row: list[int], start: int, hit: Sequence[int]) -> list[BlockCopy]:
-        """The row of a request that starts from a hit: shared on a boundary, a fresh copy inside a block."""
-        if not start:
-            return []
-        row += [NULL_BLOCK] * ((start - 1) // self.block_size)
-        source = hit[-1]
-        if start % self.block_size == 0:
-            row.append(source)
-            return []
-        row += self.pool.take(1)
-        self.held_for_copies.append(source)
-        return [BlockCopy(self.group, source, row[-1])]
-
-    def _move_hash_away(self, running: int) -> list[BlockCopy]:
-        """Move the hash of a running block, which is about to be overwritten, to a fresh block with a copy of its state."""
-        block_hash = self.pool.hash_of(running)
-        [keeper] = self.pool.take(1)
-        self.pool.uncache(running)
-        self.pool.cache(keeper, self.group, block_hash)
-        self.step_hashes.add(block_hash)
-        self.step_blocks.append(keeper)
-        self.held_for_copies.append(keeper)
-        return [BlockCopy(self.group, running, keeper)]
-
 # %% ../nbs/03_mamba_manager.ipynb #93f49b48
 class PrefixHit(NamedTuple):
     """What a lookup found: `length` cached tokens, the junction (0: none), and each group's blocks."""
@@ -242,14 +246,9 @@ class PrefixHit(NamedTuple):
     junction: int
     blocks: tuple[list[int], ...]
 
-
-class KVCacheManager:
-    """The block tables of all groups over one pool.
-
-    specs: one per group; hash_block_size: tokens per hash, by default the greatest common divisor of the block sizes
-    partial_hits: let Mamba hits end at any hash boundary instead of only at block boundaries
-    enable_caching: False turns prefix caching off, as does a Mamba group in mode "none"
-    """
+# %% ../nbs/03_mamba_manager.ipynb #7cf42254
+class KVCacheGroups:
+    """One manager for each group over one pool."""
 
     def __init__(
         self,
@@ -276,6 +275,15 @@ class KVCacheManager:
                 self._check_attention_block(spec, mambas)
         self.reset()
 
+    def _check_attention_block(self, spec: KVCacheSpec, mambas: Sequence[MambaSpec]) -> None:
+        """Every position at which a Mamba hit may end must also be the end of an attention block."""
+        for mamba in mambas:
+            ends = self.hash_block_size if self.partial_hits else mamba.block_size
+            if self.caching and ends % spec.block_size:
+                raise ValueError(
+                    f"attention block_size is {spec.block_size}; it must divide {ends}, where Mamba hits may end"
+                )
+
     def reset(self) -> None:
         """Forget every request, everything cached and every copy that waits: an empty pool."""
         self.pool = BlockPool(self.pool.num_blocks, len(self.specs))
@@ -290,14 +298,47 @@ class KVCacheManager:
         self._copies: list[BlockCopy] = []
         self._quiet_until: dict[str, int] = {}
 
-    def _check_attention_block(self, spec: KVCacheSpec, mambas: Sequence[MambaSpec]) -> None:
-        """Every position at which a Mamba hit may end must also be the end of an attention block."""
-        for mamba in mambas:
-            ends = self.hash_block_size if self.partial_hits else mamba.block_size
-            if self.caching and ends % spec.block_size:
-                raise ValueError(
-                    f"attention block_size is {spec.block_size}; it must divide {ends}, where Mamba hits may end"
-                )
+# %% ../nbs/03_mamba_manager.ipynb #22c63bd6
+class KVCacheSteps(KVCacheGroups):
+    """What lies between allocations: rows, copies, the end of a request, the edges of a step."""
+
+    def rows(self, request_id: str) -> tuple[list[int], ...]:
+        """The request's block table in every group."""
+        return tuple(manager.rows[request_id] for manager in self.managers)
+
+    def free(self, request: HasTokens) -> None:
+        """Give back everything the request holds; a request that holds nothing is no error."""
+        self._quiet_until.pop(request.request_id, None)
+        for manager in self.managers:
+            self.pool.release(manager.pop_blocks_for_free(request.request_id))
+
+    def take_copies(self) -> list[BlockCopy]:
+        """The copies that allocations have queued. The caller runs them before any kernel of the step, in any order; the blocks held for them are given back."""
+        copies, self._copies = self._copies, []
+        for manager in self.mamba_managers:
+            self.pool.release(manager.held_for_copies)
+            manager.held_for_copies.clear()
+        return copies
+
+    def begin_step(self) -> None:
+        """Forget which hashes the last step promised: by now they are kept."""
+        for manager in self.managers:
+            manager.step_blocks.clear()
+        for manager in self.mamba_managers:
+            manager.step_hashes.clear()
+
+    def rollback_step(self) -> None:
+        """Take back every hash given since `begin_step`, because the step failed and nothing was written."""
+        for manager in self.managers:
+            for block in manager.step_blocks:
+                self.pool.uncache(block)
+        self._copies.clear()
+        self.take_copies()
+        self.begin_step()
+
+# %% ../nbs/03_mamba_manager.ipynb #a705cf49
+class PrefixLookup(KVCacheSteps):
+    """The longest prefix that every group has."""
 
     def lookup(self, request: HasTokens) -> PrefixHit:
         """The longest prefix of the request, its last token excluded, that every group has cached. Takes no reference."""
@@ -329,6 +370,15 @@ class KVCacheManager:
             agreed, length = min(found) == length == max(found), min(found)
             agreed = agreed or min(found) == max(found)
         return length
+
+# %% ../nbs/03_mamba_manager.ipynb #6c6ccd48
+class KVCacheManager(PrefixLookup):
+    """The block tables of all groups over one pool.
+
+    specs: one per group; hash_block_size: tokens per hash, by default the greatest common divisor of the block sizes
+    partial_hits: let Mamba hits end at any hash boundary instead of only at block boundaries
+    enable_caching: False turns prefix caching off, as does a Mamba group in mode "none"
+    """
 
     def allocate(self, request: HasTokens, num_new_tokens: int, hit: PrefixHit | None = None) -> bool:
         """Give the request blocks for its next `num_new_tokens` tokens in every group; False, and nothing changes, if that cannot be now.
@@ -370,37 +420,3 @@ class KVCacheManager:
     def _is_pending(self, block_hash: bytes) -> bool:
         """Whether a state with this hash is computed, or moved, in the current step."""
         return any(block_hash in manager.step_hashes for manager in self.mamba_managers)
-
-    def free(self, request: HasTokens) -> None:
-        """Give back everything the request holds; a request that holds nothing is no error."""
-        self._quiet_until.pop(request.request_id, None)
-        for manager in self.managers:
-            self.pool.release(manager.pop_blocks_for_free(request.request_id))
-
-    def rows(self, request_id: str) -> tuple[list[int], ...]:
-        """The request's block table in every group."""
-        return tuple(manager.rows[request_id] for manager in self.managers)
-
-    def take_copies(self) -> list[BlockCopy]:
-        """The copies that allocations have queued. The caller runs them before any kernel of the step, in any order; the blocks held for them are given back."""
-        copies, self._copies = self._copies, []
-        for manager in self.mamba_managers:
-            self.pool.release(manager.held_for_copies)
-            manager.held_for_copies.clear()
-        return copies
-
-    def begin_step(self) -> None:
-        """Forget which hashes the last step promised: by now they are kept."""
-        for manager in self.managers:
-            manager.step_blocks.clear()
-        for manager in self.mamba_managers:
-            manager.step_hashes.clear()
-
-    def rollback_step(self) -> None:
-        """Take back every hash given since `begin_step`, because the step failed and nothing was written."""
-        for manager in self.managers:
-            for block in manager.step_blocks:
-                self.pool.uncache(block)
-        self._copies.clear()
-        self.take_copies()
-        self.begin_step()

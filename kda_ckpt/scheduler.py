@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['mamba_has_prefill_checkpoint_blocks', 'mamba_block_aligned_split', 'RequestStatus', 'Request', 'ScheduledChunk',
-           'SchedulerOutput', 'SchedulerConfig', 'Scheduler']
+           'SchedulerOutput', 'SchedulerConfig', 'RequestQueues', 'RequestExits', 'ChunkSizes', 'StepPlanner',
+           'Scheduler']
 
 # %% ../nbs/02_scheduler_split.ipynb #8e3e25c8
 def mamba_has_prefill_checkpoint_blocks(specs: Iterable[KVCacheSpec], use_eagle: bool = False) -> bool:
@@ -132,7 +133,7 @@ class Request:
         """The tokens sampled so far."""
         return self.token_ids[self.num_prompt_tokens :]
 
-
+# %% ../nbs/02_scheduler_split.ipynb #1adfdd99
 @dataclass(frozen=True)
 class ScheduledChunk:
     """The tokens `[start, end)` of a request, which one forward computes."""
@@ -188,13 +189,8 @@ class SchedulerConfig:
         return min(self.max_num_scheduled_tokens, self.long_prefill_token_threshold or self.max_num_scheduled_tokens)
 
 # %% ../nbs/02_scheduler_split.ipynb #b71b91df
-class Scheduler:
-    """Continuous batching over one `KVCacheManager`: running before waiting, first come first served.
-
-    specs: the cache spec of every group of the manager, in its order
-    use_checkpoints: False stops at every boundary even where all groups could export (the split way)
-    whole_blocks: False lets free chunks end inside a block, as the original does
-    """
+class RequestQueues:
+    """The requests that wait and run, and how they come in."""
 
     def __init__(
         self,
@@ -215,6 +211,11 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.requests: dict[str, Request] = {}
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request still waits or runs."""
+        return bool(self.requests)
 
     def check(self, request: Request) -> None:
         """Raise `ValueError` when the request is known already or could never run."""
@@ -239,10 +240,71 @@ class Scheduler:
         self.requests[request.request_id] = request
         self.waiting.append(request)
 
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether any request still waits or runs."""
-        return bool(self.requests)
+# %% ../nbs/02_scheduler_split.ipynb #f2b33e3c
+class RequestExits(RequestQueues):
+    """How requests leave."""
+
+    def abort(self, request_id: str) -> Request:
+        """End a request between steps. Raises `KeyError` when no such request waits or runs."""
+        if request_id not in self.requests:
+            raise KeyError(f"request_id is {request_id!r}; no such request waits or runs")
+        request = self.requests[request_id]
+        self._end(request, RequestStatus.ABORTED)
+        return request
+
+    def _end(self, request: Request, status: RequestStatus) -> None:
+        self.manager.free(request)
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        request.status = status
+        del self.requests[request.request_id]
+
+    def _preempt(self, request: Request) -> None:
+        self.manager.free(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.status = RequestStatus.PREEMPTED
+        self.waiting.appendleft(request)
+
+    def start_over(self) -> None:
+        """Forget all blocks and everything cached, and let every request wait again: after an interrupt in mid-booking."""
+        self.manager.reset()
+        waiting = [request for request in self.requests.values() if request.status is not RequestStatus.WAITING]
+        for request in waiting:
+            request.num_computed_tokens = 0
+            request.status = RequestStatus.PREEMPTED
+        self.running.clear()
+        self.waiting = deque(self.requests.values())
+
+# %% ../nbs/02_scheduler_split.ipynb #0699bc94
+class ChunkSizes(RequestExits):
+    """How many tokens of a request the next step computes."""
+
+    def _num_new_tokens(self, request: Request, start: int, budget: int) -> int:
+        n = min(len(request.token_ids) - start, self.config.max_step_tokens, budget)
+        if not self.manager.caching:
+            return n
+        for spec in self.mamba_specs:
+            n = n and mamba_block_aligned_split(
+                spec,
+                start=start,
+                num_new_tokens=n,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_tokens=len(request.token_ids),
+                max_step_tokens=self.config.max_step_tokens,
+                checkpoints=self.mamba_has_prefill_checkpoint_blocks,
+                junction=request.junction,
+                partial_hits=self.manager.partial_hits,
+                hash_block_size=self.manager.hash_block_size,
+                whole_blocks=self.whole_blocks,
+            )
+        return n
+
+# %% ../nbs/02_scheduler_split.ipynb #c082b3af
+class StepPlanner(ChunkSizes):
+    """Chooses the chunks of a step."""
 
     def schedule(self) -> SchedulerOutput:
         """Choose the chunks of the next step and give them their blocks. If it is interrupted, all requests start over."""
@@ -294,32 +356,14 @@ class Scheduler:
             chunks.append(ScheduledChunk(request, hit.length, hit.length + n))
             budget -= n
 
-    def _num_new_tokens(self, request: Request, start: int, budget: int) -> int:
-        n = min(len(request.token_ids) - start, self.config.max_step_tokens, budget)
-        if not self.manager.caching:
-            return n
-        for spec in self.mamba_specs:
-            n = n and mamba_block_aligned_split(
-                spec,
-                start=start,
-                num_new_tokens=n,
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_tokens=len(request.token_ids),
-                max_step_tokens=self.config.max_step_tokens,
-                checkpoints=self.mamba_has_prefill_checkpoint_blocks,
-                junction=request.junction,
-                partial_hits=self.manager.partial_hits,
-                hash_block_size=self.manager.hash_block_size,
-                whole_blocks=self.whole_blocks,
-            )
-        return n
+# %% ../nbs/02_scheduler_split.ipynb #a133d442
+class Scheduler(StepPlanner):
+    """Continuous batching over one `KVCacheManager`: running before waiting, first come first served.
 
-    def _preempt(self, request: Request) -> None:
-        self.manager.free(request)
-        request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        request.status = RequestStatus.PREEMPTED
-        self.waiting.appendleft(request)
+    specs: the cache spec of every group of the manager, in its order
+    use_checkpoints: False stops at every boundary even where all groups could export (the split way)
+    whole_blocks: False lets free chunks end inside a block, as the original does
+    """
 
     def finish_step(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> list[Request]:
         """Book a step that ran: advance its requests, append sampled tokens. Returns the requests that are finished.
@@ -353,30 +397,3 @@ class Scheduler:
             if request.status is RequestStatus.RUNNING:  # and not aborted in the meantime
                 self.running.remove(request)
                 self._preempt(request)
-
-    def start_over(self) -> None:
-        """Forget all blocks and everything cached, and let every request wait again: after an interrupt in mid-booking."""
-        self.manager.reset()
-        waiting = [request for request in self.requests.values() if request.status is not RequestStatus.WAITING]
-        for request in waiting:
-            request.num_computed_tokens = 0
-            request.status = RequestStatus.PREEMPTED
-        self.running.clear()
-        self.waiting = deque(self.requests.values())
-
-    def abort(self, request_id: str) -> Request:
-        """End a request between steps. Raises `KeyError` when no such request waits or runs."""
-        if request_id not in self.requests:
-            raise KeyError(f"request_id is {request_id!r}; no such request waits or runs")
-        request = self.requests[request_id]
-        self._end(request, RequestStatus.ABORTED)
-        return request
-
-    def _end(self, request: Request, status: RequestStatus) -> None:
-        self.manager.free(request)
-        if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
-        else:
-            self.waiting.remove(request)
-        request.status = status
-        del self.requests[request.request_id]

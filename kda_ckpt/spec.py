@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['CACHE_MODES', 'check_int', 'KVCacheSpec', 'FullAttentionSpec', 'MLAAttentionSpec', 'Checkpoint', 'MambaSpec',
-           'KVCacheGroup', 'group_layers', 'KVCacheConfig', 'fit_attention_block_size']
+           'check_mamba_spec', 'KVCacheGroup', 'group_layers', 'KVCacheConfig', 'fit_attention_block_size']
 
 # %% ../nbs/01_mamba_spec.ipynb #82ec04af
 def check_int(name: str, value: int, minimum: int) -> None:
@@ -101,7 +101,7 @@ class Checkpoint(NamedTuple):
     offset: int
     column: int
 
-
+# %% ../nbs/01_mamba_spec.ipynb #df6a28a9
 @dataclass(frozen=True, kw_only=True)
 class MambaSpec(KVCacheSpec):
     """One fixed-size state per sequence, kept at multiples of `block_size` tokens in mode "align".
@@ -120,25 +120,7 @@ class MambaSpec(KVCacheSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mamba_cache_mode not in CACHE_MODES:
-            raise ValueError(
-                f"mamba_cache_mode is {self.mamba_cache_mode!r}; it must be one of {', '.join(CACHE_MODES)}"
-            )
-        if len(self.shapes) != len(self.dtypes) or not self.shapes:
-            raise ValueError(
-                f"shapes has {len(self.shapes)} entries and dtypes {len(self.dtypes)}; both need one per state tensor"
-            )
-        for shape in self.shapes:
-            for size in shape:
-                check_int("shapes", size, 1)
-        check_int("num_speculative_blocks", self.num_speculative_blocks, 0)
-        check_int("num_prefill_checkpoint_blocks", self.num_prefill_checkpoint_blocks, 0)
-        check_int("checkpoint_alignment", self.checkpoint_alignment, 1)
-        if self.num_prefill_checkpoint_blocks and self.mamba_cache_mode != "align":
-            raise ValueError(
-                f"num_prefill_checkpoint_blocks is {self.num_prefill_checkpoint_blocks} with mamba_cache_mode "
-                f"{self.mamba_cache_mode!r}; checkpoints need mode 'align'"
-            )
+        check_mamba_spec(self)
 
     @property
     def page_size_bytes(self) -> int:
@@ -181,6 +163,27 @@ class MambaSpec(KVCacheSpec):
         ):
             return None
         return Checkpoint(position, offset, position // self.block_size - 1)
+
+# %% ../nbs/01_mamba_spec.ipynb #67464aeb
+def check_mamba_spec(spec: MambaSpec) -> None:
+    """Raise `ValueError` or `TypeError` for the first field of a `MambaSpec` that is wrong."""
+    if spec.mamba_cache_mode not in CACHE_MODES:
+        raise ValueError(f"mamba_cache_mode is {spec.mamba_cache_mode!r}; it must be one of {', '.join(CACHE_MODES)}")
+    if len(spec.shapes) != len(spec.dtypes) or not spec.shapes:
+        raise ValueError(
+            f"shapes has {len(spec.shapes)} entries and dtypes {len(spec.dtypes)}; both need one per state tensor"
+        )
+    for shape in spec.shapes:
+        for size in shape:
+            check_int("shapes", size, 1)
+    check_int("num_speculative_blocks", spec.num_speculative_blocks, 0)
+    check_int("num_prefill_checkpoint_blocks", spec.num_prefill_checkpoint_blocks, 0)
+    check_int("checkpoint_alignment", spec.checkpoint_alignment, 1)
+    if spec.num_prefill_checkpoint_blocks and spec.mamba_cache_mode != "align":
+        raise ValueError(
+            f"num_prefill_checkpoint_blocks is {spec.num_prefill_checkpoint_blocks} with mamba_cache_mode "
+            f"{spec.mamba_cache_mode!r}; checkpoints need mode 'align'"
+        )
 
 # %% ../nbs/01_mamba_spec.ipynb #5ce8ae4c
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ keeps the outputs that are stored with it. Exit code 1 when a cell raises.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -55,6 +56,8 @@ def main() -> int:
         has_gpu = torch.cuda.is_available()
     except ImportError:
         has_gpu = False
+    os.environ.pop("MPLBACKEND", None)  # so that figures are shown inline, and thus saved
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads are slow on a busy machine
     skip = frozenset(({"cuda"} if not has_gpu else set()) | ({"slow"} if not args.slow else set()))
     failed = 0
     for path in args.notebooks or sorted((ROOT / "nbs").glob("*.ipynb")):
