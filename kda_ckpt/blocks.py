@@ -56,6 +56,16 @@ class BlockHashes:
         blocks = self._cached[group].get(block_hash)
         return blocks[0] if blocks else None
 
+    def find_run(self, group: int, hashes: Iterable[bytes]) -> list[int]:
+        """The blocks that `find` returns for the hashes, up to the first that is not there."""
+        cached, blocks = self._cached[group], []
+        for block_hash in hashes:
+            found = cached.get(block_hash)
+            if found is None:
+                break
+            blocks.append(found[0])
+        return blocks
+
     def hash_of(self, block: int) -> bytes | None:
         """The hash a block carries, or None."""
         key = self._key_of[block]
@@ -103,6 +113,14 @@ class BlockPool(BlockHashes):
                 del self._free[block]
             self.ref_counts[block] += 1
 
+    def share_all(self, blocks: Iterable[int]) -> None:
+        """`share` for many blocks, none of them the null block."""
+        counts, free = self.ref_counts, self._free
+        for block in blocks:
+            if counts[block] == 0:
+                del free[block]
+            counts[block] += 1
+
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference to each block, in this order; null blocks are passed over. Cached ones queue up behind the others for reuse, blank ones are next in line."""
         counts, free, keys = self.ref_counts, self._free, self._key_of
@@ -121,13 +139,17 @@ class BlockPool(BlockHashes):
 def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], hash_block_size: int) -> None:
     """Append the chained hashes of all complete hash blocks of `token_ids` that `hashes` lacks.
 
-    hashes: entry i names the tokens [0, (i + 1) · hash_block_size); token ids are from 0 to 2³² − 1
+    hashes: entry i names the tokens [0, (i + 1) · hash_block_size). Raises `ValueError` for ids outside of 0 .. 2³² − 1.
     """
     done = len(hashes) * hash_block_size
     if len(token_ids) - done < hash_block_size:
         return
-    data, width = array("I", token_ids[done:]).tobytes(), 4 * hash_block_size
+    try:
+        data = array("I", token_ids[done:]).tobytes()
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"token_ids has an entry that is no integer in 0..2**32 - 1 ({error})") from error
+    width, digest, append = 4 * hash_block_size, blake2b, hashes.append
     parent = hashes[-1] if hashes else b"kda-ckpt"
     for start in range(0, len(data) - width + 1, width):
-        parent = blake2b(parent + data[start : start + width], digest_size=16).digest()
-        hashes.append(parent)
+        parent = digest(parent + data[start : start + width], digest_size=16).digest()
+        append(parent)

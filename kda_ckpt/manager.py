@@ -96,13 +96,8 @@ class FullAttentionManager(GroupManager):
 
     def find_longest_run(self, hashes: list[bytes], max_length: int) -> list[int]:
         """The cached blocks of the longest prefix of at most `max_length` tokens."""
-        blocks: list[int] = []
-        for end in range(self.block_size, max_length + 1, self.block_size):
-            block = self.find(hashes, end)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        stride = self.block_size // self.hash_block_size
+        return self.pool.find_run(self.group, hashes[stride - 1 : max_length // self.block_size * stride : stride])
 
     def get_num_blocks_to_allocate(self, chunk: Chunk, hit: Sequence[int]) -> int:
         held = len(self.rows.get(chunk.request_id, hit))
@@ -302,6 +297,11 @@ class KVCacheGroups:
 class KVCacheSteps(KVCacheGroups):
     """What lies between allocations: rows, copies, the end of a request, the edges of a step."""
 
+    def hash_tokens(self, request: HasTokens) -> None:
+        """Hash the tokens that the request has gained. Raises `ValueError` for a token id that is none."""
+        if self.caching:
+            extend_hashes(request.block_hashes, request.token_ids, self.hash_block_size)
+
     def rows(self, request_id: str) -> tuple[list[int], ...]:
         """The request's block table in every group."""
         return tuple(manager.rows[request_id] for manager in self.managers)
@@ -345,7 +345,7 @@ class PrefixLookup(KVCacheSteps):
         nothing = PrefixHit(0, 0, tuple([] for _ in self.managers))
         if not self.caching:
             return nothing
-        extend_hashes(request.block_hashes, request.token_ids, self.hash_block_size)
+        self.hash_tokens(request)
         hashes, limit = request.block_hashes, len(request.token_ids) - 1
         blocks: list[list[int]] = [[] for _ in self.managers]
         for manager in self.managers:
@@ -396,20 +396,19 @@ class KVCacheManager(PrefixLookup):
         if end < self._quiet_until.get(request.request_id, 0):
             return True
         shared = hit.blocks if first and start else tuple([] for _ in self.managers)
-        if self.caching:
-            extend_hashes(request.block_hashes, request.token_ids, self.hash_block_size)
+        self.hash_tokens(request)
         if first and start and self._is_pending(request.block_hashes[start // self.hash_block_size - 1]):
             return False
         tail = request.num_prompt_tokens // self.hash_block_size * self.hash_block_size
         chunk = Chunk(request.request_id, start, end, tail, request.block_hashes)
         needed = sum(m.get_num_blocks_to_allocate(chunk, shared[m.group]) for m in self.managers)
-        revived = sum(self.pool.ref_counts[block] == 0 for blocks in shared for block in blocks)
+        counts = self.pool.ref_counts
+        revived = sum(1 for blocks in shared for block in blocks if not counts[block])
         released = sum(m.num_blocks_released(chunk.request_id) for m in self.managers)
         if needed + revived > self.pool.num_free + released:
             return False
         for blocks in shared:
-            for block in blocks:
-                self.pool.share(block)
+            self.pool.share_all(blocks)
         for manager in self.managers:
             manager.release_passed_blocks(chunk.request_id)
         for manager in self.managers:

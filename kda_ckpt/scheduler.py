@@ -122,10 +122,6 @@ class Request:
             raise ValueError("token_ids is empty; a prompt needs at least one token")
         check_int("max_tokens", self.max_tokens, 1)
         self.token_ids = list(self.token_ids)
-        if min(self.token_ids) < 0 or max(self.token_ids) >= 2**32:
-            raise ValueError(
-                f"token_ids has ids from {min(self.token_ids)} to {max(self.token_ids)}; they must be in 0..2**32 - 1"
-            )
         self.num_prompt_tokens = len(self.token_ids)
 
     @property
@@ -221,6 +217,7 @@ class RequestQueues:
         """Raise `ValueError` when the request is known already or could never run."""
         if request.request_id in self.requests:
             raise ValueError(f"request_id is {request.request_id!r}; a request of that name is not finished yet")
+        self.manager.hash_tokens(request)
         length = request.num_prompt_tokens + request.max_tokens
         if length > self.config.max_model_len:
             raise ValueError(

@@ -287,11 +287,11 @@ def lookup_covers_the_last_token(patch):
 
 @mutant("I7", "I4", "I1", "KeyError", "I9")
 def revived_block_stays_free(patch):
-    def share(pool, block):
-        if block != NULL_BLOCK:
+    def share_all(pool, blocks):
+        for block in blocks:
             pool.ref_counts[block] += 1
 
-    patch.setattr(BlockPool, "share", share)
+    patch.setattr(BlockPool, "share_all", share_all)
 
 
 @mutant("I1", "I9", "I4")
