@@ -109,9 +109,7 @@ class BlockPool(BlockHashes):
     def share(self, block: int) -> None:
         """Add a reference to a block, reviving it when it was free."""
         if block != NULL_BLOCK:
-            if self.ref_counts[block] == 0:
-                del self._free[block]
-            self.ref_counts[block] += 1
+            self.share_all([block])
 
     def share_all(self, blocks: Iterable[int]) -> None:
         """`share` for many blocks, none of them the null block."""

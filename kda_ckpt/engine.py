@@ -20,7 +20,7 @@ from .layers import KDACache, MLACache
 from .manager import BlockCopy, KVCacheManager
 from .metadata import AttentionMetadataBuilder, BatchMetadata, KDAMetadataBuilder, Row
 from .model import KimiLinear, ModelConfig, get_preset
-from .scheduler import Request, ScheduledChunk, Scheduler, SchedulerConfig, SchedulerOutput
+from .scheduler import Request, RequestStatus, ScheduledChunk, Scheduler, SchedulerConfig, SchedulerOutput
 from .spec import KVCacheConfig, KVCacheSpec, MambaSpec, check_int, fit_attention_block_size, group_layers
 
 # %% auto #0
@@ -423,17 +423,21 @@ class EngineSteps(EngineForward):
             finished = self.scheduler.finish_step(output, tokens)
             self._record(output, meta, tokens, now, now - start)
         except BaseException:
-            self._recover()
+            self._recover(output)
             raise
-        return [
-            self._forget(r.request_id, "stop" if r.token_ids[-1] == r.stop_token_id else "length") for r in finished
-        ]
+        return [self._deliver(request) for request in finished]
 
-    def _recover(self) -> None:
+    def _deliver(self, request: Request) -> RequestOutput:
+        """The whole output of a request that is finished."""
+        self._outputs[request.request_id].token_ids[:] = request.output_token_ids
+        stopped = request.token_ids[-1] == request.stop_token_id
+        return self._forget(request.request_id, "stop" if stopped else "length")
+
+    def _recover(self, output: SchedulerOutput) -> None:
         """After an interrupt in mid-booking: what has ended is delivered by the next `step`, all else starts over."""
         self.scheduler.start_over()
-        for request_id in self._outputs.keys() - self.scheduler.requests.keys():
-            self._undelivered.append(self._forget(request_id, "length"))
+        requests = [chunk.request for chunk in output.chunks]
+        self._undelivered += [self._deliver(r) for r in requests if r.status is RequestStatus.FINISHED]
 
     def _record(self, output: SchedulerOutput, meta: BatchMetadata, tokens: dict[str, int], now: float, seconds: float):
         """Enter a finished step into the statistics."""
@@ -607,9 +611,4 @@ def build_model(
         backend = get_backend(backend, device=device)
     elif not isinstance(backend, Backend):
         raise TypeError(f"backend is {backend!r}; it must be a name or a Backend")
-    ok, why = backend.supports(
-        head_dim=config.head_dim, dtype=dtype, state_dtype=torch.float32, safe_gate=config.lower_bound is not None
-    )
-    if not ok:
-        raise ValueError(f"backend {backend.name!r} cannot run this model: {why}")
     return KimiLinear(config, backend=backend, dtype=dtype, device=device, seed=seed)

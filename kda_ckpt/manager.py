@@ -83,8 +83,12 @@ class GroupManager:
     def cache(self, block: int, hashes: list[bytes], position: int) -> None:
         """Hash a block as what it will hold when the step is done: the prefix of `position` tokens."""
         if self.caching:
-            self.pool.cache(block, self.group, hashes[position // self.hash_block_size - 1])
-            self.step_blocks.append(block)
+            self.promise(block, hashes[position // self.hash_block_size - 1])
+
+    def promise(self, block: int, block_hash: bytes) -> None:
+        """Give a block a hash that is true only when the step is done."""
+        self.pool.cache(block, self.group, block_hash)
+        self.step_blocks.append(block)
 
     def find(self, hashes: list[bytes], position: int) -> int | None:
         """The cached block of the prefix of `position` tokens."""
@@ -128,10 +132,9 @@ class MambaRows(GroupManager):
         self.step_hashes: set[bytes] = set()
         self.held_for_copies: list[int] = []
 
-    def cache(self, block: int, hashes: list[bytes], position: int) -> None:
-        super().cache(block, hashes, position)
-        if self.caching:
-            self.step_hashes.add(hashes[position // self.hash_block_size - 1])
+    def promise(self, block: int, block_hash: bytes) -> None:
+        super().promise(block, block_hash)
+        self.step_hashes.add(block_hash)
 
     def find_longest_prefix(self, hashes: list[bytes], max_length: int) -> tuple[int, int]:
         """The longest prefix of at most `max_length` tokens with a cached state: (its length, its block), or (0, 0)."""
@@ -169,9 +172,7 @@ class MambaRows(GroupManager):
         block_hash = self.pool.hash_of(running)
         [keeper] = self.pool.take(1)
         self.pool.uncache(running)
-        self.pool.cache(keeper, self.group, block_hash)
-        self.step_hashes.add(block_hash)
-        self.step_blocks.append(keeper)
+        self.promise(keeper, block_hash)
         self.held_for_copies.append(keeper)
         return [BlockCopy(self.group, running, keeper)]
 
@@ -364,11 +365,12 @@ class PrefixLookup(KVCacheSteps):
 
     def _longest_mamba_prefix(self, hashes: list[bytes], limit: int) -> int:
         """The longest prefix of at most `limit` tokens for which every Mamba group has a state."""
-        length, agreed = limit, not self.mamba_managers
-        while length and not agreed:
+        length = limit
+        while length and self.mamba_managers:
             found = [manager.find_longest_prefix(hashes, length)[0] for manager in self.mamba_managers]
-            agreed, length = min(found) == length == max(found), min(found)
-            agreed = agreed or min(found) == max(found)
+            length = min(found)
+            if length == max(found):
+                break
         return length
 
 # %% ../nbs/03_mamba_manager.ipynb #6c6ccd48

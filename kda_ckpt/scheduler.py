@@ -268,10 +268,10 @@ class RequestExits(RequestQueues):
     def start_over(self) -> None:
         """Forget all blocks and everything cached, and let every request wait again: after an interrupt in mid-booking."""
         self.manager.reset()
-        waiting = [request for request in self.requests.values() if request.status is not RequestStatus.WAITING]
-        for request in waiting:
+        for request in self.requests.values():
             request.num_computed_tokens = 0
-            request.status = RequestStatus.PREEMPTED
+            if request.status is RequestStatus.RUNNING:
+                request.status = RequestStatus.PREEMPTED
         self.running.clear()
         self.waiting = deque(self.requests.values())
 

@@ -417,3 +417,20 @@ def test_interrupt_while_booking_a_step(model, monkeypatch):
 def test_bad_model_arguments(kwargs, message):
     with pytest.raises((TypeError, ValueError), match=message):
         LLM(**(dict(model="tiny", device="cpu") | kwargs))
+
+
+def test_interrupt_while_booking_the_last_token(model, monkeypatch):
+    p = prompt(33, 40)
+    llm = engine(model, "internal")
+    llm.add_request(p, SamplingParams(max_tokens=2), "a")
+    llm.step()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm, "_record", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.step()
+    [output] = llm.step()
+    assert [output.token_ids] == truth(model, [p], SamplingParams(max_tokens=2)) and output.finish_reason == "length"
+    assert not llm.has_unfinished
