@@ -30,7 +30,7 @@ __all__ = ['CSRC', 'ARCH', 'OPTIONS', 'THREADS', 'SMEM_BYTES', 'TILE', 'FILL', '
 # %% ../nbs/06_flashkda_cuda.ipynb #01f8068c
 CSRC = Path(__file__).parent / "csrc" if "__file__" in globals() else Path("../kda_ckpt/csrc").resolve()
 ARCH = "sm_90a"
-OPTIONS = ("-std=c++17", "-lineinfo")
+OPTIONS = ("-std=c++17", "-lineinfo", *os.environ.get("KDA_CKPT_DEFINES", "").split())
 
 
 @functools.lru_cache(None)

@@ -7,6 +7,7 @@ Exit code 1 when a tool finds something or the calls fail.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -50,7 +51,8 @@ def main() -> int:
     failed = 0
     for tool in sys.argv[1:] or TOOLS:
         command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, "--calls"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        env = {**os.environ, "KDA_CKPT_DEFINES": "-DEVERY_LANE_ARRIVES"}  # see common.cuh, warp_arrive
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip(" =")]
         shown = lines[-2:] if done.returncode == 0 else [*lines[:40], "...", *lines[-4:]]
         print(f"{tool}: {'clean' if done.returncode == 0 else 'FAILED'}\n  " + "\n  ".join(shown))

@@ -53,6 +53,17 @@ template <int ROWS> DEV void state_store(const State<ROWS> &S, void *to, bool is
             }
 }
 
+// The matrix transposed, [K, K] as the stitch reads it: for each store a warp fills four 32-byte sectors.
+template <int ROWS> DEV void state_store_transposed(const State<ROWS> &S, float *to, int warp, int lane) {
+    to += 2 * (lane % 4) * HEAD + warp * ROWS + lane / 4;
+    #pragma unroll
+    for (int m = 0; m < ROWS / 16; ++m)
+        #pragma unroll
+        for (int t = 0; t < 16; ++t)
+            #pragma unroll
+            for (int c = 0; c < 4; ++c) to[(t * 8 + (c & 1)) * HEAD + m * 16 + (c >> 1) * 8] = S[m][t][c];
+}
+
 // ROWS: of the state, per warp. 32 fill the block's 128 rows; with 16 the block has half of them (V is split over two).
 template <bool OUT, int ROWS> struct Chain {
     const Params &p;
@@ -181,8 +192,7 @@ template <bool OUT, int ROWS> struct Chain {
             step(at, with_v);
             OutPart part;
             if (OUT) part = read_out(at);
-            __syncwarp();
-            if (lane == 0) mbar_arrive(bar_free(smem, slot));
+            warp_arrive(bar_free(smem, slot), lane);
             if (OUT) write_out(part, meta.x, meta.y);
             if (OUT && meta.w) write_checkpoints(row, meta.x + meta.y - row_begin);
             last = meta.z;

@@ -53,7 +53,7 @@ constexpr u32 X_BYTES = TILE * X_ROW;
 constexpr u32 X_AT = KF_AT + GROUPS * RING * TILE_BYTES;           // one per producer warp
 constexpr u32 NORM_AT = X_AT + GROUPS * 4 * X_BYTES;               // [group][RING][q, k][16] fp32
 constexpr u32 BARRIER_AT = NORM_AT + GROUPS * RING * 2 * TILE * 4;
-constexpr u32 MISC_AT = BARRIER_AT + (3 * STAGES + 2 * GROUPS * RING) * 8;
+constexpr u32 MISC_AT = BARRIER_AT + (3 * STAGES + 2 * GROUPS * RING + 1) * 8;
 constexpr u32 SMEM_BYTES = 226 * 1024;                             // what a launch asks for
 static_assert(MISC_AT + 64 <= SMEM_BYTES, "the map above must fit");
 
@@ -137,7 +137,15 @@ DEV void cp_async16(u32 to, const void *from, bool valid) {        // 16 bytes, 
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 DEV void mbar_init(u32 bar, u32 count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(bar), "r"(count) : "memory"); }
+// A warp arrives through its lane 0, after __syncwarp. compute-sanitizer's racecheck credits an arrival to the arriving thread
+// alone, so its build has every lane arrive.
+#ifdef EVERY_LANE_ARRIVES
+constexpr int WARP_ARRIVALS = 32;
+#else
+constexpr int WARP_ARRIVALS = 1;
+#endif
 DEV void mbar_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(bar) : "memory"); }
+DEV void warp_arrive(u32 bar, int lane) { __syncwarp(); if (lane < WARP_ARRIVALS) mbar_arrive(bar); }
 DEV void mbar_arrive_when_copied(u32 bar) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(bar) : "memory"); }
 DEV void mbar_wait(u32 bar, u32 parity) {
     asm volatile("{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@!p bra W;\n}" :: "r"(bar), "r"(parity) : "memory");
@@ -146,7 +154,6 @@ DEV void mbar_wait(u32 bar, u32 parity) {
 // touch what this kernel writes, until it has ended.
 DEV void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 DEV void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEV void bar_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
 
 // A tile's life: loaded (raw) -> normed (1 / |q|, 1 / |k| known) -> scaled -> ready (M and P made) -> free.
 DEV u32 bar_loaded(u32 smem, int stage) { return smem + BARRIER_AT + stage * 8; }
@@ -154,6 +161,8 @@ DEV u32 bar_ready(u32 smem, int stage) { return smem + BARRIER_AT + (STAGES + st
 DEV u32 bar_free(u32 smem, int stage) { return smem + BARRIER_AT + (2 * STAGES + stage) * 8; }
 DEV u32 bar_normed(u32 smem, int group, int n) { return smem + BARRIER_AT + (3 * STAGES + group * RING + n % RING) * 8; }
 DEV u32 bar_scaled(u32 smem, int group, int n) { return smem + BARRIER_AT + (3 * STAGES + (GROUPS + group) * RING + n % RING) * 8; }
+
+DEV u32 bar_probed(u32 smem) { return smem + BARRIER_AT + (3 * STAGES + 2 * GROUPS * RING) * 8; }
 
 // Rows of a tile are 256 bytes = 16 chunks. Chunk c of row r lies at chunk c ^ swizzle(r): eight consecutive rows spread
 // over the eight bank groups (ldmatrix), and rows r and r + 8 differ by half of them (the producers read both at once).

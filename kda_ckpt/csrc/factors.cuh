@@ -258,8 +258,7 @@ template <bool OUT> struct Producer {
         if (n >= RING) mbar_wait(bar_scaled(smem, group, n), ring_turn(n - RING));      // their place is free
         norms(n, 1);
         if (OUT) norms(n, 0);
-        __syncwarp();
-        if (lane == 0) mbar_arrive(bar_normed(smem, group, n));
+        warp_arrive(bar_normed(smem, group, n), lane);
     }
 
     // Make this group's tiles of [begin, end). `tiles_before` counts the tiles of earlier phases, both groups'.
@@ -289,16 +288,14 @@ template <bool OUT> struct Producer {
             mbar_wait(bar_normed(smem, group, n), ring_turn(n));
             if (n >= RING) mbar_wait(bar_ready(smem, stage_of(n - RING)), turn_of(n - RING));   // kf is free
             scale(n, kf);
-            __syncwarp();
-            if (lane == 0) mbar_arrive(bar_scaled(smem, group, n));
+            warp_arrive(bar_scaled(smem, group, n), lane);
             if (warp == n % 4) {
                 float A[2][4], P[2][4], beta = lane < meta(n, 1) ? beta_of(bits) : 0.f;
                 mbar_wait(bar_scaled(smem, group, n), ring_turn(n));
                 grams(A, P, stage, kf);
                 if (OUT) lower_triangle(P, stage + P_AT);
                 invert(A, beta, smem + X_AT + (group * 4 + warp) * X_BYTES, stage + M_AT);
-                __syncwarp();
-                if (lane == 0) mbar_arrive(bar_ready(smem, s));
+                warp_arrive(bar_ready(smem, s), lane);
             } else if (warp == (n + 2) % 4 && n + 2 < fetched) make_norms(n + 2);
         }
         return total;

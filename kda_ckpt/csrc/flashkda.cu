@@ -8,16 +8,17 @@ DEV void init_shared(u32 smem, int chains) {
     if (threadIdx.x < STAGES) {
         int s = threadIdx.x;
         mbar_init(bar_loaded(smem, s), GROUP_THREADS + 1);      // each thread's copies, and the tile's meta words
-        mbar_init(bar_ready(smem, s), 1);
-        mbar_init(bar_free(smem, s), chains * CHAIN_WARPS);
+        mbar_init(bar_ready(smem, s), WARP_ARRIVALS);
+        mbar_init(bar_free(smem, s), chains * CHAIN_WARPS * WARP_ARRIVALS);
         for (int i = 0; i < 8; ++i)                             // M above its diagonal blocks: zero, and never written again
             for (int j = 0; j < 4; ++j) sts32(smem + s * STAGE_BYTES + M_AT + i * SMALL_ROW + 16 + j * 4, 0);
     }
     if (threadIdx.x >= 32 && threadIdx.x < 32 + GROUPS * RING) {
         int i = threadIdx.x - 32;
-        mbar_init(bar_normed(smem, i / RING, i), 1);
-        mbar_init(bar_scaled(smem, i / RING, i), 4);            // the four warps of the group
+        mbar_init(bar_normed(smem, i / RING, i), WARP_ARRIVALS);
+        mbar_init(bar_scaled(smem, i / RING, i), 4 * WARP_ARRIVALS);    // the four warps of the group
     }
+    if (threadIdx.x == 64) mbar_init(bar_probed(smem), CHAIN_WARPS * WARP_ARRIVALS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
@@ -90,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(SegmentBlock::THREADS, 1) segments(
     __syncthreads();
     int probe = max(begin, end - PROBE);
     auto forgotten = [&]() {
-        bar_sync(1, SegmentBlock::THREADS);
+        mbar_wait(bar_probed(smem), 0);
         return norm2[0] + norm2[1] + norm2[2] + norm2[3] <= FORGOTTEN * FORGOTTEN;
     };
     if (threadIdx.x < SegmentBlock::CHAIN_THREADS) {
@@ -104,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(SegmentBlock::THREADS, 1) segments(
         if (is_transfer) {
             float sum = chain.norm2();
             if (lane == 0) sts_f(smem + MISC_AT + warp * 4, sum);
+            warp_arrive(bar_probed(smem), lane);
         }
         bool done = forgotten();
         if (!done) {
@@ -112,7 +114,8 @@ extern "C" __global__ void __launch_bounds__(SegmentBlock::THREADS, 1) segments(
             else state_zero<32>(chain.S);
             chain.run(row, row_begin, !is_transfer);
         }
-        if (!is_transfer || !done) state_store<32>(chain.S, (is_transfer ? p.transfer : p.local) + at * HEAD * HEAD, false, warp, lane);
+        if (!is_transfer) state_store<32>(chain.S, p.local + at * HEAD * HEAD, false, warp, lane);
+        else if (!done) state_store_transposed<32>(chain.S, p.transfer + at * HEAD * HEAD, warp, lane);
         if (threadIdx.x == 0) p.forgotten[at] = done;
     } else {
         SegmentBlock::be_producer();
@@ -123,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(SegmentBlock::THREADS, 1) segments(
 }
 
 extern "C" __global__ void __launch_bounds__(256) stitch(const __grid_constant__ Params p) {
-    __shared__ float S[16][STITCH_ROW];
+    __shared__ __align__(16) float S[16][STITCH_ROW];
     let_next_start();
     wait_for_previous();
     int pair = blockIdx.x / 8;

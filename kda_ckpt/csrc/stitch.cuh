@@ -3,7 +3,7 @@
 #pragma once
 #include "common.cuh"
 
-constexpr int STITCH_ROW = HEAD + 4;
+constexpr int STITCH_ROW = HEAD + 16;
 
 DEV int segments_of(const Params &p, int row) { return max(1, (p.cu[row + 1] - p.cu[row] + p.segment_len - 1) / p.segment_len); }
 
@@ -20,7 +20,7 @@ DEV bool find_unit(const Params &p, int unit, int &row, int &segment) {
 
 // What one step of a thread's stitch needs from memory: fetched a step ahead, for that is what the stitch waits for.
 struct StitchStep {
-    float t[16][2][2];                                          // B fragments of T, k8 x n8
+    float4 t[8][2];                                             // of T, transposed: four neighbours in k, for two k8 x n8 steps
     float c[2][4];                                              // L, where the sums go
     bool forgotten;
     DEV void load(const float *T, const float *L, const int *flag, int column, int lane) {
@@ -34,11 +34,9 @@ struct StitchStep {
             }
         if (forgotten) return;
         #pragma unroll
-        for (int kk = 0; kk < 16; ++kk)
+        for (int kk = 0; kk < 8; ++kk)
             #pragma unroll
-            for (int n = 0; n < 2; ++n)
-                #pragma unroll
-                for (int h = 0; h < 2; ++h) t[kk][n][h] = T[(kk * 8 + h * 4 + lane % 4) * HEAD + column + n * 8 + lane / 4];
+            for (int n = 0; n < 2; ++n) t[kk][n] = *(const float4 *)(T + (column + n * 8 + lane / 4) * HEAD + kk * 16 + 4 * (lane % 4));
     }
 };
 
@@ -60,11 +58,14 @@ DEV void stitch_rows(const Params &p, float (*S)[STITCH_ROW], int row, int head,
         __syncthreads();                                        // S is complete
         if (!now.forgotten)
             #pragma unroll
-            for (int kk = 0; kk < 16; ++kk) {
-                int k = kk * 8 + lane % 4;
-                u32 a[4] = {tf32(S[c_row][k]), tf32(S[c_row + 8][k]), tf32(S[c_row][k + 4]), tf32(S[c_row + 8][k + 4])};
+            for (int kk = 0; kk < 8; ++kk) {                    // 16 of k: both operands take it in the same order, four a lane
+                float4 x = *(const float4 *)&S[c_row][kk * 16 + 4 * (lane % 4)], y = *(const float4 *)&S[c_row + 8][kk * 16 + 4 * (lane % 4)];
+                u32 a[4] = {tf32(x.x), tf32(y.x), tf32(x.y), tf32(y.y)}, b[4] = {tf32(x.z), tf32(y.z), tf32(x.w), tf32(y.w)};
                 #pragma unroll
-                for (int n = 0; n < 2; ++n) mma_tf32(now.c[n], a, tf32(now.t[kk][n][0]), tf32(now.t[kk][n][1]));
+                for (int n = 0; n < 2; ++n) {
+                    mma_tf32(now.c[n], a, tf32(now.t[kk][n].x), tf32(now.t[kk][n].y));
+                    mma_tf32(now.c[n], b, tf32(now.t[kk][n].z), tf32(now.t[kk][n].w));
+                }
             }
         __syncthreads();                                        // S is read
         float *Lj = L + j * matrix;
