@@ -101,16 +101,16 @@ def _sigmoid(x):
 
 # %% ../nbs/05_flashkda_triton.ipynb #0cf431bf
 @triton.jit
-def _level_mask(B: tl.constexpr):
-    """pairs whose query is in the later half of a block of 2B tokens and whose key is in its earlier half"""
-    r = tl.arange(0, SLAB) // B
+def _level_mask(B: tl.constexpr, S: tl.constexpr):
+    """pairs of S tokens whose query is in the later half of a block of 2B and whose key is in its earlier half"""
+    r = tl.arange(0, S) // B
     return (r[:, None] == r[None, :] + 1) & (r[:, None] % 2 == 1)
 
 
 @triton.jit
-def _pair_mask(level, SAFE: tl.constexpr):
+def _pair_mask(level, SAFE: tl.constexpr, S: tl.constexpr):
     """the pairs of a level: 0..5 by halves of 2B = 2**(level + 1) tokens, 6 those in a tile (SAFE) or the diagonal"""
-    r = tl.arange(0, SLAB)
+    r = tl.arange(0, S)
     B = tl.where(level < 6, 1 << level, 16)
     rb = r // B
     seen = (rb[:, None] == rb[None, :] + 1) & (rb[:, None] % 2 == 1)
@@ -134,10 +134,13 @@ def _write_levels(levels_ptr, which):
 
 
 @triton.jit
-def _level(levels_ptr, which):
-    """one of the 0/1 matrices, twice side by side: [64, 128]"""
-    r = tl.arange(0, SLAB)[:, None]
-    return tl.load(levels_ptr + which * (2 * SLAB * SLAB) + r * (2 * SLAB) + tl.arange(0, 2 * SLAB)[None, :])
+def _level(levels_ptr, which, S: tl.constexpr):
+    """one of the 0/1 matrices for S tokens, twice side by side: [S, 2 S]"""
+    r = tl.arange(0, S)[:, None]
+    c = tl.arange(0, 2 * S)[None, :]
+    if S < SLAB:
+        c = c % S + c // S * SLAB
+    return tl.load(levels_ptr + which * (2 * SLAB * SLAB) + r * (2 * SLAB) + c)
 
 # %% ../nbs/05_flashkda_triton.ipynb #081cac0d
 @triton.jit
@@ -153,10 +156,10 @@ def _log2_decay(g, bias, A_log, lower_bound, SAFE: tl.constexpr):
 # %% ../nbs/05_flashkda_triton.ipynb #a1fbc530
 @triton.jit
 def _store_log_decays(q_at, k_at, g_at, log_at, bias_at, total_at, A_log, lower_bound, real,
-                      SAFE: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, ST: tl.constexpr):  # fmt: skip
+                      SAFE: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, ST: tl.constexpr, S: tl.constexpr):  # fmt: skip
     """log decays to scratch as two bf16 halves, and their sum over the slab; gives the rows' 1 / norms of q and k"""
-    q_sum = tl.zeros([SLAB], tl.float32)
-    k_sum = tl.zeros([SLAB], tl.float32)
+    q_sum = tl.zeros([S], tl.float32)
+    k_sum = tl.zeros([S], tl.float32)
     for n in tl.range(0, D, BK, num_stages=ST):
         g = tl.load(g_at + n, mask=real[:, None], other=0.0)
         q = tl.load(q_at + n, mask=real[:, None], other=0.0).to(tl.float32)
@@ -165,7 +168,7 @@ def _store_log_decays(q_at, k_at, g_at, log_at, bias_at, total_at, A_log, lower_
         x = tl.where(real[:, None], x, 0.0)
         hi = _bf16(x)
         tl.store(log_at + n, hi)
-        tl.store(log_at + SLAB * D + n, _bf16(x - hi.to(tl.float32)))
+        tl.store(log_at + S * D + n, _bf16(x - hi.to(tl.float32)))
         tl.store(total_at + n, tl.sum(x, 0))
         q_sum += tl.sum(q * q, 1)
         k_sum += tl.sum(k * k, 1)
@@ -174,11 +177,11 @@ def _store_log_decays(q_at, k_at, g_at, log_at, bias_at, total_at, A_log, lower_
 # %% ../nbs/05_flashkda_triton.ipynb #ddbf0533
 @triton.jit
 def _level_scores(q_at, k_at, log_at, levels_ptr, real, level,
-                  SAFE: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, ST: tl.constexpr):  # fmt: skip
+                  SAFE: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, ST: tl.constexpr, S: tl.constexpr):  # fmt: skip
     """products of all tokens, each decayed toward the middle of its 2B tokens (level 6: from the start of its tile)"""
-    m = _level(levels_ptr, level)
-    kk = tl.zeros([SLAB, SLAB], tl.float32)
-    qk = tl.zeros([SLAB, SLAB], tl.float32)
+    m = _level(levels_ptr, level, S)
+    kk = tl.zeros([S, S], tl.float32)
+    qk = tl.zeros([S, S], tl.float32)
     for n in tl.range(0, D, BK, num_stages=ST):
         q = tl.load(q_at + n, mask=real[:, None], other=0.0).to(tl.float32)
         k = tl.load(k_at + n, mask=real[:, None], other=0.0).to(tl.float32)
@@ -197,15 +200,17 @@ def _level_scores(q_at, k_at, log_at, levels_ptr, real, level,
 # %% ../nbs/05_flashkda_triton.ipynb #10d3e098
 @triton.jit
 def _pair_scores(q_at, k_at, log_at, levels_ptr, real,
-                 SAFE: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, ST: tl.constexpr):  # fmt: skip
+                 SAFE: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, ST: tl.constexpr, S: tl.constexpr):  # fmt: skip
     """q k^T (lower with diagonal) and k k^T (below it) of a slab, each product decayed from its key to its query"""
-    r = tl.arange(0, SLAB)
-    kk = tl.zeros([SLAB, SLAB], tl.float32)
-    qk = tl.zeros([SLAB, SLAB], tl.float32)
+    r = tl.arange(0, S)
+    kk = tl.zeros([S, S], tl.float32)
+    qk = tl.zeros([S, S], tl.float32)
     FIRST: tl.constexpr = 4 if SAFE else 0
-    for level in tl.range(FIRST, 7, num_stages=1):
-        qk_level, kk_level = _level_scores(q_at, k_at, log_at, levels_ptr, real, level, SAFE, D, BK, ST)
-        seen = _pair_mask(level, SAFE)
+    HALVINGS: tl.constexpr = 6 if S == SLAB else 4
+    for n in tl.range(FIRST, HALVINGS + 1, num_stages=1):
+        level = tl.where(n < HALVINGS, n, 6)
+        qk_level, kk_level = _level_scores(q_at, k_at, log_at, levels_ptr, real, level, SAFE, D, BK, ST, S)
+        seen = _pair_mask(level, SAFE, S)
         kk = tl.where(seen, kk_level, kk)
         qk = tl.where(seen, qk_level, qk)
     return qk, tl.where(r[:, None] > r[None, :], kk, 0.0)
@@ -220,29 +225,32 @@ def _half(x):
 @triton.jit
 def _merge(d, low, B: tl.constexpr):
     """inverses of blocks of 2B tokens from those of B"""
-    lb = _half(tl.where(_level_mask(B), low, 0.0))
+    lb = _half(tl.where(_level_mask(B, low.shape[0]), low, 0.0))
     dh = _half(d)
     return d - tl.dot(dh, _half(tl.dot(lb, dh)))
 
 # %% ../nbs/05_flashkda_triton.ipynb #d2091f6e
 @triton.jit
 def _invert_unit_lower(low):
-    """(I + low)^-1 for strictly lower [64, 64]"""
-    r = tl.arange(0, SLAB)
-    d = tl.where(r[:, None] == r[None, :], 1.0, 0.0) - tl.where(_level_mask(1), low, 0.0)
+    """(I + low)^-1 for strictly lower [64, 64] or [16, 16]"""
+    S: tl.constexpr = low.shape[0]
+    r = tl.arange(0, S)
+    d = tl.where(r[:, None] == r[None, :], 1.0, 0.0) - tl.where(_level_mask(1, S), low, 0.0)
     d = _merge(d, low, 2)
     d = _merge(d, low, 4)
     d = _merge(d, low, 8)
-    d = _merge(d, low, 16)
-    return _merge(d, low, 32)
+    if S == SLAB:
+        d = _merge(d, low, 16)
+        d = _merge(d, low, 32)
+    return d
 
 # %% ../nbs/05_flashkda_triton.ipynb #c5f844d5
 @triton.jit
 def _store_key_factors(q_at, k_at, log_at, out, levels_ptr, solve, qk, q_row, k_row, real,
-                       D: tl.constexpr, BK: tl.constexpr, ST: tl.constexpr):  # fmt: skip
+                       D: tl.constexpr, BK: tl.constexpr, ST: tl.constexpr, S: tl.constexpr):  # fmt: skip
     """W = solve (k decayed from the start), Q = q decayed from the start - qk W, K = k decayed to the end"""
-    upto = _level(levels_ptr, 7)
-    after = _level(levels_ptr, 8)
+    upto = _level(levels_ptr, 7, S)
+    after = _level(levels_ptr, 8, S)
     solve = _half(solve)
     for n in tl.range(0, D, BK, num_stages=ST):
         k = tl.load(k_at + n, mask=real[:, None], other=0.0).to(tl.float32) * k_row[:, None]
@@ -269,17 +277,22 @@ def _store_value_factors(v_at, out, solve, qk, real, D: tl.constexpr, BK: tl.con
 
 # %% ../nbs/05_flashkda_triton.ipynb #c25e30ce
 @triton.jit
-def _prepare_kernel(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, bias_ptr, table_ptr, levels_ptr, factor_ptr, total_ptr,
-                    H, q_stride, k_stride, v_stride, g_stride, beta_stride, scale, lower_bound,
-                    SAFE: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, ST: tl.constexpr):  # fmt: skip
-    """the five factors of one slab and head, and its log decay"""
-    unit = tl.program_id(0)
-    head = unit % H
-    start = tl.load(table_ptr + unit // H * 2).to(tl.int64)
-    count = tl.load(table_ptr + unit // H * 2 + 1)
-    if count == 0:
-        return
-    t = tl.arange(0, SLAB)
+def _clear_rows(base, S: tl.constexpr, D: tl.constexpr, BK: tl.constexpr):
+    """zeros in the rows from S on of the factors W, K and U, which meet the state"""
+    t = S + tl.arange(0, SLAB)
+    at = base + t[:, None] * D + tl.arange(0, BK)[None, :]
+    for n in tl.static_range(0, D, BK):
+        for factor in tl.static_range(0, 4):
+            if factor != 1:
+                tl.store(at + factor * SLAB * D + n, tl.zeros([SLAB, BK], tl.bfloat16), mask=(t < SLAB)[:, None])
+
+# %% ../nbs/05_flashkda_triton.ipynb #52ffb5de
+@triton.jit
+def _slab_factors(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, bias_ptr, levels_ptr, base, total_ptr, start, count, head,
+                  q_stride, k_stride, v_stride, g_stride, beta_stride, scale, lower_bound,
+                  SAFE: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, ST: tl.constexpr, S: tl.constexpr):  # fmt: skip
+    """the five factors of a slab of up to S tokens, to `base`, and its log decay"""
+    t = tl.arange(0, S)
     d = tl.arange(0, BK)
     real = t < count
     row = start + t
@@ -287,24 +300,40 @@ def _prepare_kernel(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, bias_ptr, t
     k_at = k_ptr + row[:, None] * k_stride + head * D + d[None, :]
     g_at = g_ptr + row[:, None] * g_stride + head * D + d[None, :]
     v_at = v_ptr + row[:, None] * v_stride + head * D + d[None, :]
-    base = factor_ptr + unit.to(tl.int64) * (5 * SLAB * D)
     out = base + t[:, None] * D + d[None, :]
-    total_at = total_ptr + unit.to(tl.int64) * D + d
     A_log = tl.load(A_log_ptr + head).to(tl.float32)
-    bias_at = bias_ptr + head * D + d
-    q_row, k_row = _store_log_decays(
-        q_at, k_at, g_at, out + 3 * SLAB * D, bias_at, total_at, A_log, lower_bound, real, SAFE, D, BK, ST
-    )
+    q_row, k_row = _store_log_decays(q_at, k_at, g_at, out + 3 * SLAB * D, bias_ptr + head * D + d, total_ptr + d, A_log,
+                                     lower_bound, real, SAFE, D, BK, ST, S)  # fmt: skip
     q_row *= scale
-    log_at = base + 3 * SLAB * D + tl.arange(0, 2 * SLAB)[:, None] * D + d[None, :]
+    log_at = base + 3 * SLAB * D + tl.arange(0, 2 * S)[:, None] * D + d[None, :]
     tl.debug_barrier()
     beta = _sigmoid(tl.load(beta_ptr + row * beta_stride + head, mask=real, other=0.0).to(tl.float32))
-    qk, kk = _pair_scores(q_at, k_at, log_at, levels_ptr, real, SAFE, D, BK, ST)
+    qk, kk = _pair_scores(q_at, k_at, log_at, levels_ptr, real, SAFE, D, BK, ST, S)
     qk = _bf16(qk * q_row[:, None] * k_row[None, :])
     solve = _invert_unit_lower(kk * (beta * k_row)[:, None] * k_row[None, :]) * tl.where(real, beta, 0.0)[None, :]
-    _store_key_factors(q_at, k_at, log_at, out, levels_ptr, solve, qk, q_row, k_row, real, D, BK, ST)
+    _store_key_factors(q_at, k_at, log_at, out, levels_ptr, solve, qk, q_row, k_row, real, D, BK, ST, S)
     tl.debug_barrier()
     _store_value_factors(v_at, out, solve, qk, real, D, BK, ST)
+
+# %% ../nbs/05_flashkda_triton.ipynb #a4561fd7
+@triton.jit
+def _prepare_kernel(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, bias_ptr, table_ptr, levels_ptr, factor_ptr, total_ptr,
+                    H, q_stride, k_stride, v_stride, g_stride, beta_stride, scale, lower_bound,
+                    SAFE: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, ST: tl.constexpr):  # fmt: skip
+    """one slab and head, in the form for its length"""
+    unit = tl.program_id(0)
+    head = unit % H
+    start = tl.load(table_ptr + unit // H * 2).to(tl.int64)
+    count = tl.load(table_ptr + unit // H * 2 + 1)
+    base = factor_ptr + unit.to(tl.int64) * (5 * SLAB * D)
+    total_ptr += unit.to(tl.int64) * D
+    if count > TILE:
+        _slab_factors(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, bias_ptr, levels_ptr, base, total_ptr, start, count,
+                      head, q_stride, k_stride, v_stride, g_stride, beta_stride, scale, lower_bound, SAFE, D, BK, ST, SLAB)  # fmt: skip
+    elif count > 0:
+        _slab_factors(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, bias_ptr, levels_ptr, base, total_ptr, start, count,
+                      head, q_stride, k_stride, v_stride, g_stride, beta_stride, scale, lower_bound, SAFE, D, BK, ST, TILE)  # fmt: skip
+        _clear_rows(base, TILE, D, BK)
 
 # %% ../nbs/05_flashkda_triton.ipynb #1801f165
 @triton.jit
@@ -690,20 +719,21 @@ def _store_kernel(conv_ptr, state_ptr, x_ptr, window_ptr, cu_ptr, offset_ptr, ch
 
 # %% ../nbs/05_flashkda_triton.ipynb #39bd197c
 @triton.jit
-def _conv_step(x_ptr, weight_ptr, conv_ptr, source, target, conv_c, conv_w, channel, reads, writes, W: tl.constexpr):
+def _conv_step(x_ptr, weight_ptr, windows, channel, W: tl.constexpr):
     """one token through the convolution of some channels, and their window moved on by one"""
+    source_ptr, target_ptr, conv_c, conv_w, reads, writes = windows
     x = tl.load(x_ptr + channel)
     at = channel.to(tl.int64) * conv_c
     y = x.to(tl.float32) * tl.load(weight_ptr + channel * W + W - 1).to(tl.float32)
     taps = ()
     for w in tl.static_range(W - 1):
-        tap = tl.load(conv_ptr + source + at + w * conv_w, mask=channel >= reads, other=0.0)
+        tap = tl.load(source_ptr + at + w * conv_w, mask=channel >= reads, other=0.0)
         y += tap.to(tl.float32) * tl.load(weight_ptr + channel * W + w).to(tl.float32)
         taps = taps + (tap,)
     tl.debug_barrier()  # in place: every thread has read its taps before one is overwritten
     for w in tl.static_range(W - 2):
-        tl.store(conv_ptr + target + at + w * conv_w, taps[w + 1], mask=channel >= writes)
-    tl.store(conv_ptr + target + at + (W - 2) * conv_w, _round_like(x.to(tl.float32), conv_ptr), mask=channel >= writes)
+        tl.store(target_ptr + at + w * conv_w, taps[w + 1], mask=channel >= writes)
+    tl.store(target_ptr + at + (W - 2) * conv_w, _round_like(x.to(tl.float32), target_ptr), mask=channel >= writes)
     return _round_like(y * _sigmoid(y), x_ptr).to(tl.float32)
 
 # %% ../nbs/05_flashkda_triton.ipynb #006ebaf9
@@ -719,22 +749,9 @@ def _decode_kernel(x_ptr, g_ptr, beta_ptr, weight_ptr, A_log_ptr, bias_ptr, conv
     writes = tl.where(target > 0, 0, 1 << 30)
     d = tl.arange(0, D)
     x_ptr += row.to(tl.int64) * x_stride
-    q = _conv_step(
-        x_ptr, weight_ptr, conv_ptr, source * conv_n, target * conv_n, conv_c, conv_w, head * D + d, reads, writes, W
-    )
-    k = _conv_step(
-        x_ptr,
-        weight_ptr,
-        conv_ptr,
-        source * conv_n,
-        target * conv_n,
-        conv_c,
-        conv_w,
-        (H + head) * D + d,
-        reads,
-        writes,
-        W,
-    )
+    windows = (conv_ptr + source * conv_n, conv_ptr + target * conv_n, conv_c, conv_w, reads, writes)
+    q = _conv_step(x_ptr, weight_ptr, windows, head * D + d, W)
+    k = _conv_step(x_ptr, weight_ptr, windows, (H + head) * D + d, W)
     q *= tl.rsqrt(tl.sum(q * q) + 1e-6) * scale
     k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
     g = tl.load(g_ptr + row.to(tl.int64) * g_stride + head * D + d)
@@ -743,24 +760,10 @@ def _decode_kernel(x_ptr, g_ptr, beta_ptr, weight_ptr, A_log_ptr, bias_ptr, conv
     beta = _sigmoid(tl.load(beta_ptr + row.to(tl.int64) * beta_stride + head).to(tl.float32))
     for first in range(0, D, BV):
         v = first + tl.arange(0, BV)
-        value = _conv_step(
-            x_ptr,
-            weight_ptr,
-            conv_ptr,
-            source * conv_n,
-            target * conv_n,
-            conv_c,
-            conv_w,
-            (2 * H + head) * D + v,
-            reads,
-            writes,
-            W,
-        )
+        value = _conv_step(x_ptr, weight_ptr, windows, (2 * H + head) * D + v, W)
         at = head.to(tl.int64) * state_h + v.to(tl.int64)[:, None] * state_v + d.to(tl.int64)[None, :] * state_k
-        s = (
-            tl.load(state_ptr + source * state_n + at, mask=(v >= reads)[:, None], other=0.0).to(tl.float32)
-            * decay[None, :]
-        )
+        s = tl.load(state_ptr + source * state_n + at, mask=(v >= reads)[:, None], other=0.0).to(tl.float32)
+        s *= decay[None, :]
         u = beta * (value - tl.sum(s * k[None, :], 1))
         s += u[:, None] * k[None, :]
         tl.store(state_ptr + target * state_n + at, _round_like(s, state_ptr), mask=(v >= writes)[:, None])

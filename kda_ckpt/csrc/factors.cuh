@@ -10,13 +10,14 @@
 #pragma once
 #include "common.cuh"
 
-// The tiles of tokens [begin, end): 16 tokens each, cut short at checkpoint offsets.
+// The tiles of tokens [begin, end): 16 tokens each, cut short at checkpoint offsets. With a probe, which is not cut, those of
+// [probe, end) come first.
 struct TileWalk {
-    int pos, end, row_begin, next_cut;
+    int pos, end, row_begin, next_cut, again;                   // again: where to start over at the end, -1 for nowhere
     bool cut_known;                                             // next_cut is a checkpoint, not just the end
     const int *cuts; int C;
-    DEV TileWalk(int begin, int end_, int row_begin_, const int *cuts_, int C_)
-        : pos(begin), end(end_), row_begin(row_begin_), cuts(cuts_), C(cuts_ ? C_ : 0) { find_cut(); }
+    DEV TileWalk(int begin, int end_, int probe, int row_begin_, const int *cuts_, int C_)
+        : pos(probe < 0 ? begin : probe), end(end_), row_begin(row_begin_), again(probe < 0 ? -1 : begin), cuts(cuts_), C(cuts_ ? C_ : 0) { find_cut(); }
     DEV void find_cut() {
         next_cut = end; cut_known = false;
         #pragma unroll 1
@@ -28,7 +29,11 @@ struct TileWalk {
     DEV bool done() const { return pos >= end; }
     DEV int tile_end() const { return min(pos + TILE, next_cut); }
     DEV bool ends_at_cut() const { return cut_known && tile_end() == next_cut; }
-    DEV void step() { pos = tile_end(); if (pos == next_cut && pos < end) find_cut(); }
+    DEV void step() {
+        pos = tile_end();
+        if (pos >= end && again >= 0) { pos = again; again = -1; }
+        else if (pos == next_cut && pos < end) find_cut();
+    }
 };
 
 template <bool OUT> struct Producer {
@@ -36,14 +41,13 @@ template <bool OUT> struct Producer {
     u32 smem;
     int group, thread, warp, lane, head;
     float gate_slope, gate_offset[2], gate_scale;               // log2 decay = gate_scale / (1 + 2^(slope g + offset))
-    int made;                                                   // tiles this group has made so far, in all phases
     u32 pair_base;                                              // this thread's channel pair and half of the tokens
     const char *q_from, *k_from, *v_from, *g_from;              // this thread's 16 bytes of token 0
     bool loads_v;                                               // the block's part of V has this thread's 16 bytes
     u32 to_lane;                                                // and where they go, for the first half of a tile
 
     DEV Producer(const Params &p_, u32 smem_, int tid, int head_, int v_part, int v_parts) : p(p_), smem(smem_), head(head_) {
-        group = tid / GROUP_THREADS; thread = tid % GROUP_THREADS; warp = thread / 32; lane = thread % 32; made = 0;
+        group = tid / GROUP_THREADS; thread = tid % GROUP_THREADS; warp = thread / 32; lane = thread % 32;
         u32 pair = warp * 16 + lane % 16, half = lane / 16;
         pair_base = chunk_at(half * 8, pair >> 2) + (pair & 3) * 4;
         gate_slope = -LOG2E * ex2(LOG2E * p.A_log[head]);
@@ -261,26 +265,28 @@ template <bool OUT> struct Producer {
         warp_arrive(bar_normed(smem, group, n), lane);
     }
 
-    // Make this group's tiles of [begin, end). `tiles_before` counts the tiles of earlier phases, both groups'.
-    DEV int run(int begin, int end, int row_begin, const int *cuts, int tiles_before) {
-        TileWalk walk(begin, end, row_begin, cuts, p.C);
-        int total = 0, fetched = made;                          // `total`: tiles of this phase walked so far
-        auto skip = [&]() { if (!walk.done()) { ++total; walk.step(); } };
+    // Make this group's tiles of [begin, end), and before them of [probe, end) unless probe is negative. What the probe found is
+    // not waited for until the tiles after it would need a stage that only the chain can free: `stop()` then says whether to end.
+    template <typename Stop> DEV void run(int begin, int end, int probe, int row_begin, const int *cuts, Stop stop) {
+        TileWalk walk(begin, end, probe, row_begin, cuts, p.C);
+        int fetched = 0;
+        auto skip = [&]() { if (!walk.done()) walk.step(); };
         auto fetch_next = [&]() {
             if (walk.done()) return;
             int first = walk.pos, e = walk.tile_end();
             fetch(fetched++, first, e - first, e >= end, walk.ends_at_cut());
-            ++total; walk.step();
+            walk.step();
             skip();
         };
-        if ((tiles_before & 1) != group) skip();
+        if (group == 1) skip();
         #pragma unroll 1
         for (int i = 0; i < LOAD_AHEAD; ++i) fetch_next();
         #pragma unroll 1
-        for (int n = made; n < made + 2 && n < fetched; ++n) if (warp == n % 4) make_norms(n);
+        for (int n = 0; n < 2 && n < fetched; ++n) if (warp == n % 4) make_norms(n);
         #pragma unroll 1
-        for (; made < fetched; ++made) {
-            int n = made, s = stage_of(n);
+        for (int n = 0; n < fetched; ++n) {
+            if (!OUT && n == STAGES / 2 - LOAD_AHEAD && stop()) break;
+            int s = stage_of(n);
             u32 stage = smem + s * STAGE_BYTES, kf = smem + KF_AT + (group * RING + n % RING) * TILE_BYTES, bits = 0;
             fetch_next();
             mbar_wait(bar_loaded(smem, s), turn_of(n));
@@ -298,6 +304,6 @@ template <bool OUT> struct Producer {
                 warp_arrive(bar_ready(smem, s), lane);
             } else if (warp == (n + 2) % 4 && n + 2 < fetched) make_norms(n + 2);
         }
-        return total;
+        if (!OUT) asm volatile("cp.async.wait_all;" ::: "memory");      // tiles fetched for nothing are still on their way
     }
 };

@@ -62,7 +62,7 @@ template <typename Block, int ROWS> DEV void prefill_block(const Params &p, char
     } else {
         Block::be_producer();
         Producer<true> producer(p, smem, threadIdx.x - Block::CHAIN_THREADS, head, part, SPLIT);
-        producer.run(begin, end, row_begin, p.offsets ? p.offsets + row * p.C : nullptr, 0);
+        producer.run(begin, end, -1, row_begin, p.offsets ? p.offsets + row * p.C : nullptr, []() { return false; });
     }
 }
 extern "C" __global__ void __launch_bounds__(PrefillBlock::THREADS, 1) prefill(const __grid_constant__ Params p) {
@@ -120,8 +120,7 @@ extern "C" __global__ void __launch_bounds__(SegmentBlock::THREADS, 1) segments(
     } else {
         SegmentBlock::be_producer();
         Producer<false> producer(p, smem, threadIdx.x - SegmentBlock::CHAIN_THREADS, head, 0, 1);
-        int tiles = producer.run(probe, end, row_begin, nullptr, 0);
-        if (!forgotten()) producer.run(begin, end, row_begin, nullptr, tiles);
+        producer.run(begin, end, probe, row_begin, nullptr, forgotten);
     }
 }
 

@@ -186,6 +186,7 @@ def serving(H=6, D=128, B=33, slots=80, dtype=BF16, seed=0):
     args = {n: gates[n] for n in ("g", "beta", "A_log", "dt_bias", "lower_bound")}
     args |= dict(x=normal(B, C).to(dtype), weight=normal(C, 4).to(dtype))
     pages = normal(slots, 3 * C + H * D * D)
+    pages[:, : 3 * C] = pages[:, : 3 * C].to(dtype)  # what a convolution cache holds has been rounded to the model's dtype
     order = torch.randperm(slots - 1, generator=rng, device="cuda") + 1
     load, store = order[:B].clone(), order[:B].clone()
     store[: B // 2] = order[B : B + B // 2]  # half of the rows move to another slot
@@ -207,6 +208,15 @@ def test_decode_in_place_and_elsewhere(backend, lower_bound):
     untouched = torch.ones(len(pages), dtype=torch.bool, device="cuda")
     untouched[args["store_slots"]] = False
     assert torch.equal(results[0][1][untouched], pages[untouched])
+
+
+@pytest.mark.parametrize("offset", [1000, 1008, 1015, 1023])
+def test_a_short_slab_takes_the_form_of_a_tile(backend, offset):
+    x = inputs([1024, 1030, 9], heads=3)
+    offsets = torch.tensor([offset, offset, 4], device="cuda", dtype=torch.int32)
+    result, exact = backend.prefill(**x, checkpoint_offsets=offsets), kda_recurrent(**x, checkpoint_offsets=offsets)
+    check(result, exact)
+    assert relative_error(result.checkpoint_state, exact.checkpoint_state) < STATE
 
 
 def test_store_beyond_two_gigabytes(backend):
