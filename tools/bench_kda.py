@@ -11,12 +11,9 @@ Errors are relative, to the float64 recurrence of a row of 300 tokens. Nothing h
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import os
-import platform
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,6 +21,8 @@ import torch
 from triton.testing import do_bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from gpu_machine import machine
+
 from kda_ckpt.backends import get_backend
 from kda_ckpt.reference import kda_recurrent, random_inputs, relative_error
 
@@ -157,24 +156,6 @@ REP = 50  # milliseconds each measurement repeats for
 
 def microseconds(run) -> float:
     return round(do_bench(run, warmup=REP // 4, rep=REP, return_mode="median") * 1e3, 1)
-
-
-def machine() -> dict:
-    """What was measured on: GPU, versions, commit, date, and the two ceilings."""
-    source, n = torch.empty(1 << 30, dtype=torch.uint8, device="cuda"), 8192
-    target = torch.empty_like(source)
-    copy = 2 * source.numel() / microseconds(lambda: target.copy_(source)) / 1e3
-    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    matmul = 2 * n**3 / microseconds(lambda: a @ b) / 1e6
-    import triton
-
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return dict(
-        gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__, cuda=torch.version.cuda,
-        python=platform.python_version(), commit=os.environ.get("KDA_COMMIT") or git.stdout.strip() or "unknown",
-        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        copy_gbs=round(copy, 1), matmul_tflops=round(matmul, 1),
-    )  # fmt: skip
 
 
 def errors(found: dict) -> dict:
