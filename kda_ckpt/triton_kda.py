@@ -627,7 +627,7 @@ class TritonPrefill(Backend):
 @triton.jit
 def _row_of(cu_ptr, token, N, STEPS: tl.constexpr):
     """the row each token belongs to: binary search in cu_seqlens"""
-    low = tl.zeros_like(token)
+    low = token * 0
     high = low + (N - 1)
     for _ in range(STEPS):
         middle = (low + high + 1) // 2
@@ -651,14 +651,13 @@ def _input_at(x_ptr, x_stride, window_ptr, window_n, window_c, window_w, start, 
 
 # %% ../nbs/05_flashkda_triton.ipynb #e8673341
 @triton.jit
-def _conv_tokens(x_ptr, weight_ptr, window_ptr, cu_ptr, y_ptr, T, N, C, x_stride, window_n, window_c, window_w, channel, inside,
-                 HAS_WINDOW: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
-    """outputs of BT tokens for some channels"""
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
+def _conv_edge(x_ptr, weight_ptr, window_ptr, cu_ptr, y_ptr, token, T, N, C, x_stride, window_n, window_c, window_w, channel,
+               inside, HAS_WINDOW: tl.constexpr, W: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
+    """outputs of tokens of any rows, for some channels"""
     row = _row_of(cu_ptr, tl.minimum(token, T - 1), N, STEPS)
     start = tl.load(cu_ptr + row).to(tl.int32)
     mask = (token < T)[:, None] & inside[None, :]
-    y = tl.zeros([BT, 1], tl.float32) + tl.zeros_like(channel).to(tl.float32)[None, :]
+    y = tl.zeros(mask.shape, tl.float32)
     for w in tl.static_range(W):
         back = token - start - (W - 1 - w)
         x = _input_at(x_ptr, x_stride, window_ptr, window_n, window_c, window_w, start[:, None], back[:, None], row[:, None],
@@ -666,6 +665,19 @@ def _conv_tokens(x_ptr, weight_ptr, window_ptr, cu_ptr, y_ptr, T, N, C, x_stride
         y += x * tl.load(weight_ptr + channel * W + w, mask=inside, other=0.0).to(tl.float32)[None, :]
     y = _round_like(y * _sigmoid(y), y_ptr)
     tl.store(y_ptr + token.to(tl.int64)[:, None] * C + channel[None, :], y, mask=mask)
+
+
+@triton.jit
+def _conv_inside(x_ptr, weight_ptr, y_ptr, first, C, x_stride, channel, inside, W: tl.constexpr, BT: tl.constexpr):
+    """outputs of BT tokens whose inputs, back to W - 1 tokens before the first, are all of one row"""
+    t = tl.arange(0, BT)[:, None]
+    x_ptr += (first - (W - 1)).to(tl.int64) * x_stride
+    y = tl.zeros([BT, channel.shape[0]], tl.float32)
+    for w in tl.static_range(W):
+        x = tl.load(x_ptr + (t + w) * x_stride + channel[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+        y += x * tl.load(weight_ptr + channel * W + w, mask=inside, other=0.0).to(tl.float32)[None, :]
+    y = _round_like(y * _sigmoid(y), y_ptr)
+    tl.store(y_ptr + first.to(tl.int64) * C + t * C + channel[None, :], y, mask=inside[None, :])
 
 # %% ../nbs/05_flashkda_triton.ipynb #951829af
 @triton.jit
@@ -676,8 +688,15 @@ def _conv_kernel(x_ptr, weight_ptr, window_ptr, cu_ptr, y_ptr, final_ptr, T, N, 
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = channel < C
     if tl.program_id(0) < token_blocks:
-        _conv_tokens(x_ptr, weight_ptr, window_ptr, cu_ptr, y_ptr, T, N, C, x_stride, window_n, window_c, window_w, channel,
-                     inside, HAS_WINDOW, W, BT, STEPS)  # fmt: skip
+        first = tl.program_id(0) * BT
+        row = _row_of(cu_ptr, first, N, STEPS)
+        start = tl.load(cu_ptr + row).to(tl.int32)
+        if (first - start >= W - 1) & (first + BT <= tl.load(cu_ptr + row + 1).to(tl.int32)):
+            _conv_inside(x_ptr, weight_ptr, y_ptr, first, C, x_stride, channel, inside, W, BT)
+        else:
+            for token in range(first, first + BT, 8):
+                _conv_edge(x_ptr, weight_ptr, window_ptr, cu_ptr, y_ptr, token + tl.arange(0, 8), T, N, C, x_stride, window_n,
+                           window_c, window_w, channel, inside, HAS_WINDOW, W, STEPS)  # fmt: skip
         return
     row = tl.program_id(0) - token_blocks
     start = tl.load(cu_ptr + row).to(tl.int32)
