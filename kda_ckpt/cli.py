@@ -39,10 +39,10 @@ app = typer.Typer(
 )
 
 # %% auto #0
-__all__ = ['UsageError', 'app', 'option_of', 'named_by_option', 'options_named', 'is_expected', 'parse_numbers', 'consoles',
-           'print_json', 'print_version', 'options', 'row_text', 'explanation_table', 'explanation_dict', 'explain',
-           'check_directory', 'check_picture', 'progress_on', 'seconds_text', 'change_text', 'ttft_table',
-           'resend_table', 'check_lines', 'print_ttft', 'ttft', 'ttft_config', 'conformance', 'backends',
+__all__ = ['UsageError', 'app', 'VERDICTS', 'option_of', 'named_by_option', 'options_named', 'is_expected', 'parse_numbers',
+           'consoles', 'print_json', 'print_version', 'options', 'row_text', 'explanation_table', 'explanation_dict',
+           'explain', 'check_directory', 'check_picture', 'progress_on', 'seconds_text', 'change_text', 'ttft_table',
+           'resend_table', 'check_lines', 'logit_lines', 'print_ttft', 'ttft', 'ttft_config', 'conformance', 'backends',
            'backend_states', 'fail', 'main']
 
 # %% ../nbs/10_cli.ipynb #a426627b
@@ -332,6 +332,9 @@ def resend_table(result: dict[str, Any]) -> Table | None:
     return table
 
 # %% ../nbs/10_cli.ipynb #9770f6ca
+VERDICTS = {True: "[green]passed[/green]", False: "[red]FAILED[/red]", None: "[yellow]unclear[/yellow]"}
+
+
 def check_lines(result: dict[str, Any]) -> Iterator[str]:
     """What the checks found, a line each."""
     checks = result["checks"]
@@ -344,9 +347,24 @@ def check_lines(result: dict[str, Any]) -> Iterator[str]:
         check = checks[name]
         if check["requests"]:
             detail = "" if exact else f", {check['share']:.2%} of the tokens differ, {check['limit']:.2%} may"
-            words = {True: ("green", "passed"), False: ("red", "FAILED"), None: ("yellow", "unclear")}
-            color, word = words[check["ok"]]
-            yield f"[{color}]{word}[/{color}]  {what} ({check['requests']} requests{detail})"
+            yield f"{VERDICTS[check['ok']]}  {what} ({check['requests']} requests{detail})"
+    yield from logit_lines(checks.get("logits", {}))
+
+
+def logit_lines(checks: dict[str, Any]) -> Iterator[str]:
+    """What the comparisons of first-token logits found, a line each."""
+    natural = checks.get("natural")
+    beside = f"; {natural['largest']:.2g} in other batches with caching off" if natural else ""
+    for name, what in (
+        ("cold", "both ways have the same first-token logits"),
+        ("hit", "both ways have the same first-token logits on the hit"),
+        ("internal_against_off", "on an internal hit the same first-token logits as with caching off"),
+        ("split_against_off", "on a split hit the same first-token logits as with caching off"),
+    ):
+        check = checks.get(name)
+        if check and check["requests"]:
+            detail = f", relative difference at most {check['largest']:.2g}, {check['limit']:g} may be{beside}"
+            yield f"{VERDICTS[check['ok']]}  {what} ({check['requests']} requests{detail})"
 
 
 def print_ttft(console: Console, result: dict[str, Any]) -> None:

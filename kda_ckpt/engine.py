@@ -95,6 +95,7 @@ class SamplingParams:
     """How to sample. temperature 0 is greedy; seed makes a request's sampling repeatable.
 
     max_tokens: output tokens after which the request is finished; stop_token_id: a token that ends it early
+    return_logits: bring home the logits that each token was drawn from; `vocab` floats a token
     Raises `ValueError` or `TypeError` naming the field that is wrong.
     """
 
@@ -102,6 +103,7 @@ class SamplingParams:
     temperature: float = 0.0
     stop_token_id: int | None = None
     seed: int | None = None
+    return_logits: bool = False
 
     def __post_init__(self) -> None:
         check_int("max_tokens", self.max_tokens, 1)
@@ -115,6 +117,8 @@ class SamplingParams:
             check_int("seed", self.seed, 0)
             if self.seed >= 2**63:
                 raise ValueError(f"seed is {self.seed}; it must be below 2**63")
+        if not isinstance(self.return_logits, bool):
+            raise TypeError(f"return_logits is {self.return_logits!r}; it must be True or False")
 
 # %% ../nbs/08_engine.ipynb #be72763a
 @dataclass
@@ -145,6 +149,7 @@ class RequestOutput:
     """A request's prompt, the tokens sampled for it, and its metrics.
 
     finish_reason: "length", "stop" or "abort"; None while it runs
+    logits: with `return_logits` a float32 tensor `[vocab]` on the CPU for each of `token_ids`, else empty
     """
 
     request_id: str
@@ -152,6 +157,7 @@ class RequestOutput:
     metrics: RequestMetrics
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    logits: list[torch.Tensor] = field(default_factory=list, repr=False, compare=False)
 
 
 @dataclass
@@ -342,6 +348,7 @@ class EngineRequests(EngineMemory):
         del self._params[request_id], self._seeds[request_id]
         output = self._outputs.pop(request_id)
         output.finish_reason = reason
+        del output.logits[len(output.token_ids) :]  # of a token that was sampled in a step that failed
         return output
 
 # %% ../nbs/08_engine.ipynb #1d615c8e
@@ -381,7 +388,14 @@ class EngineForward(EngineRequests):
         for request_id, chunk, token, row in zip(ids, chunks, tokens, logits):
             if chunk.samples and request_id in self._params:
                 sampled[request_id] = self._draw(chunk.request, row) if self._params[request_id].temperature else token
+                if self._params[request_id].return_logits:
+                    self._keep_logits(chunk.request, row)
         return sampled
+
+    def _keep_logits(self, request: Request, logits: torch.Tensor) -> None:
+        """Copy the logits of a request's next token to its place, whatever a step that failed has left there."""
+        position = len(request.token_ids) - request.num_prompt_tokens
+        self._outputs[request.request_id].logits[position:] = [logits.to("cpu", torch.float32, copy=True)]
 
     def _draw(self, request: Request, logits: torch.Tensor) -> int:
         """One token at the request's temperature; which one depends on its seed and the token's position alone.

@@ -30,15 +30,18 @@ from .spec import check_int
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_PROMPT_LEN, MAX_CONCURRENCY = 2**20, 1024
 RESEND_OUTPUT_LEN = 16
+CHECK_TAIL = 2
 TOKEN_CHECKS = ("exact", "share")
 
 # %% auto #0
-__all__ = ['DTYPES', 'MAX_PROMPT_LEN', 'MAX_CONCURRENCY', 'RESEND_OUTPUT_LEN', 'TOKEN_CHECKS', 'Progress', 'TTFTConfig',
-           'check_config', 'resolve', 'read_text', 'cut_prompts', 'point_prompts', 'check_question', 'resend_prompt',
-           'Run', 'send', 'spread', 'run_numbers', 'summarize', 'change', 'ForwardCost', 'fit_cost', 'Plan', 'predict',
-           'predict_changes', 'differing', 'judge_shares', 'blocks_needed', 'make_llm', 'Point', 'Experiment',
-           'total_tokens', 'point_report', 'paired_changes', 'check_points', 'sentence', 'cpu_name', 'version_of',
-           'git_commit', 'describe_machine', 'TTFTResult', 'engine_facts', 'cost_points', 'predictions', 'run_ttft']
+__all__ = ['DTYPES', 'MAX_PROMPT_LEN', 'MAX_CONCURRENCY', 'RESEND_OUTPUT_LEN', 'CHECK_TAIL', 'TOKEN_CHECKS', 'LOGIT_CHECKS',
+           'LOGIT_LIMIT', 'Progress', 'TTFTConfig', 'check_config', 'resolve', 'read_text', 'cut_prompts',
+           'point_prompts', 'check_question', 'resend_prompt', 'Run', 'send', 'spread', 'run_numbers', 'summarize',
+           'change', 'ForwardCost', 'fit_cost', 'Plan', 'predict', 'predict_changes', 'differing', 'judge_shares',
+           'relative_differences', 'short_resend', 'judge_logits', 'blocks_needed', 'make_llm', 'Point',
+           'ExperimentRuns', 'ExperimentChecks', 'Experiment', 'total_tokens', 'point_report', 'paired_changes',
+           'check_points', 'check_logits', 'sentence', 'cpu_name', 'version_of', 'git_commit', 'describe_machine',
+           'TTFTResult', 'engine_facts', 'cost_points', 'predictions', 'run_ttft']
 
 # %% ../nbs/09_ttft.ipynb #f7ec5f50
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,8 @@ class TTFTConfig:
     prompts: a file whose bytes are the prompts' text (None: the help topics that come with Python)
     budget: tokens of a step; waves: prompts sent per request in flight
     repeats: timed pairs of runs; warmup: untimed ones before each point; output_len: tokens sampled per request
-    token_check: "exact", or "share" (see `judge_shares`); check_requests: resent requests recomputed with caching off
+    token_check: "exact", or "share" (see `judge_shares`), which also measures the natural spread of logits
+    check_requests: so many prompts of a point are computed again for the checks, untimed
     What is None is chosen for the device by `resolve`.
     """
 
@@ -185,7 +189,10 @@ def resend_prompt(prompt: Sequence[int], block_size: int) -> list[int] | None:
 # %% ../nbs/09_ttft.ipynb #c9f6475a
 @dataclass
 class Run:
-    """What one run measured. Per prompt, in order; times in seconds. steps: one entry a forward."""
+    """What one run measured. Per prompt, in order; times in seconds. steps: one entry a forward.
+
+    logits: those of each first token, float32 `[vocab]` on the CPU, where they were asked for
+    """
 
     ttft: list[float]
     latency: list[float]
@@ -195,6 +202,7 @@ class Run:
     preemptions: int
     seconds: float
     steps: list[StepStats]
+    logits: list[torch.Tensor]
 
     @property
     def prefill_steps(self) -> list[StepStats]:
@@ -208,14 +216,16 @@ def send(
     output_len: int,
     concurrency: int,
     on_step: Callable[[StepStats], None] | None = None,
+    return_logits: bool = False,
 ) -> Run:
     """Run all prompts on the engine as it is, `concurrency` at a time."""
+    params = SamplingParams(max_tokens=output_len, return_logits=return_logits)
     done: dict[str, RequestOutput] = {}
     ids: list[str] = []
     first_step = len(llm.steps)
     while len(done) < len(prompts):
         while len(ids) < len(prompts) and len(ids) - len(done) < concurrency:
-            ids.append(llm.add_request(prompts[len(ids)], SamplingParams(max_tokens=output_len)))
+            ids.append(llm.add_request(prompts[len(ids)], params))
         for output in llm.step():
             done[output.request_id] = output
         if on_step:
@@ -231,6 +241,7 @@ def send(
         preemptions=sum(m.num_preemptions for m in times),
         seconds=max(m.finish_time for m in times) - min(m.arrival_time for m in times),
         steps=llm.steps[first_step:],
+        logits=[output.logits[0] for output in outputs if output.logits],
     )
 
 # %% ../nbs/09_ttft.ipynb #611fdc12
@@ -378,6 +389,36 @@ def judge_shares(between: Sequence[float], baseline: Sequence[float], policy: st
     ok = None if limit > 0.5 else share <= limit
     return {"share": share, "limit": limit, "requests": len(between), "ok": ok}
 
+# %% ../nbs/09_ttft.ipynb #4910a2ad
+def relative_differences(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> list[float]:
+    """For each request ‖a - b‖ / ‖b‖ of its logits `[vocab]` a of `ours` and b of `theirs`."""
+    return [float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True)]
+
+# %% ../nbs/09_ttft.ipynb #54bdfc77
+def short_resend(prompt: Sequence[int], block_size: int) -> list[int] | None:
+    """`resend_prompt` with no more than `CHECK_TAIL` tokens after the boundary."""
+    again = resend_prompt(prompt, block_size)
+    return again and again[: len(prompt) // block_size * block_size + CHECK_TAIL]
+
+# %% ../nbs/09_ttft.ipynb #b8e0855c
+LOGIT_CHECKS = {
+    "cold": "internal against split",
+    "hit": "internal against split on the hit",
+    "internal_against_off": "an internal hit against caching off",
+    "split_against_off": "a split hit against caching off",
+}
+LOGIT_LIMIT = 0.7
+
+
+def judge_logits(differences: Sequence[float], natural: Sequence[float]) -> dict[str, Any]:
+    """Whether the relative `differences` of first-token logits pass: the largest is at most `LOGIT_LIMIT`.
+
+    "ok" is None when the `natural` spread exceeds that limit, too.
+    """
+    mean, largest = (float(f(differences)) if differences else 0.0 for f in (np.mean, np.max))
+    ok = None if natural and max(natural) > LOGIT_LIMIT else largest <= LOGIT_LIMIT
+    return {"mean": mean, "largest": largest, "limit": LOGIT_LIMIT, "requests": len(differences), "ok": ok}
+
 # %% ../nbs/09_ttft.ipynb #3a728f65
 def blocks_needed(config: TTFTConfig, attention_block_size: int) -> int:
     """Blocks that hold the largest point's cold prompts and its resends at once, and one request more."""
@@ -403,7 +444,10 @@ def make_llm(config: TTFTConfig) -> LLM:
 # %% ../nbs/09_ttft.ipynb #7b1bd360
 @dataclass
 class Point:
-    """The runs at one prompt length and concurrency, cold and resent, by way and in order of repeats."""
+    """The runs at one prompt length and concurrency, cold and resent, by way and in order of repeats.
+
+    logits: how far first-token logits are apart, request by request, for each comparison of `LOGIT_CHECKS`
+    """
 
     prompt_len: int
     concurrency: int
@@ -412,6 +456,7 @@ class Point:
     resent: dict[str, list[Run]] = field(default_factory=lambda: {way: [] for way in WAYS})
     off: Run | None = None
     shuffled: Run | None = None
+    logits: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def steps(self) -> list[StepStats]:
@@ -423,8 +468,8 @@ class Point:
 Progress = Callable[[int, str], None]
 
 # %% ../nbs/09_ttft.ipynb #564ba439
-class Experiment:
-    """Makes the runs of a resolved config on one engine.
+class ExperimentRuns:
+    """The engine of a resolved config, and its runs.
 
     progress: called after every forward with its tokens and what is running
     """
@@ -432,14 +477,60 @@ class Experiment:
     def __init__(self, config: TTFTConfig, llm: LLM, progress: Progress | None = None) -> None:
         self.config, self.llm, self.progress = config, llm, progress
 
-    def send(self, prompts: Sequence[Sequence[int]], output_len: int, concurrency: int, label: str) -> Run:
-        """One run on the engine as it is."""
+    def send(
+        self, prompts: Sequence[Sequence[int]], output_len: int, concurrency: int, label: str, logits: bool = False
+    ) -> Run:
+        """One run on the engine as it is. logits: bring home those of the first tokens."""
 
         def report(step: StepStats) -> None:
             if self.progress:
                 self.progress(step.num_tokens, label)
 
-        return send(self.llm, prompts, output_len, concurrency, report)
+        return send(self.llm, prompts, output_len, concurrency, report, logits)
+
+# %% ../nbs/09_ttft.ipynb #3422dd91
+class ExperimentChecks(ExperimentRuns):
+    """Comparisons of first-token logits."""
+
+    def drop(self, way: str) -> None:
+        """Drop everything, and clear the memory: a state that nothing writes is then zero, not an old one that may be right."""
+        self.llm.reset(prefix_caching=way)
+        for lane in self.llm.cache.lanes:
+            lane.zero_()
+
+    def first_logits(self, point: Point, prompts: Sequence[list[int]], more: int = 0) -> list[torch.Tensor]:
+        """First-token logits of prompts, `more` than the point's at once."""
+        label, at_once = f"{point.prompt_len} tokens x {point.concurrency}, check", point.concurrency + more
+        return self.send(prompts, 1, at_once, label, logits=True).logits if prompts else []
+
+    def other_logits(self, point: Point, prompts: Sequence[list[int]]) -> list[torch.Tensor]:
+        """With caching off, all but the last, in reverse order with the last in front, and cut where no way cuts."""
+        self.drop("off")
+        pieces = min(len(prompts[0]), self.config.budget) // 2 + 1
+        self.llm.scheduler.config = replace(self.llm.scheduler.config, long_prefill_token_threshold=pieces)
+        return self.first_logits(point, prompts[::-1], more=1)[:0:-1]
+
+    def compare_logits(self, point: Point, spare: list[int]) -> None:
+        """Fill in the point's `logits`; with the policy "share" also their natural spread. spare: one more prompt."""
+        checked, size = point.prompts[: self.config.check_requests], self.config.block_size
+        again = [tail for prompt in (*checked, spare) if (tail := short_resend(prompt, size))]
+        other = self.other_logits(point, again) if again and self.config.token_check == "share" else []
+        self.drop("off")
+        off, cold, hit = self.first_logits(point, again[:-1]), {}, {}
+        for way in WAYS:
+            self.drop(way)
+            cold[way], hit[way] = self.first_logits(point, checked), self.first_logits(point, again[:-1])
+            point.logits[f"{way}_against_off"] = relative_differences(hit[way], off)
+        point.logits["cold"] = relative_differences(cold["internal"], cold["split"])
+        point.logits["hit"] = relative_differences(hit["internal"], hit["split"])
+        point.logits["natural"] = relative_differences(other, off) if other else []
+
+# %% ../nbs/09_ttft.ipynb #c3d31d9e
+class Experiment(ExperimentChecks):
+    """Makes the runs of a resolved config on one engine.
+
+    progress: called after every forward with its tokens and what is running
+    """
 
     def run_way(self, point: Point, way: str, label: str) -> tuple[Run, Run | None]:
         """Everything dropped, then all prompts cold, then resent."""
@@ -467,6 +558,8 @@ class Experiment:
         if config.token_check == "share":
             self.llm.reset(prefix_caching="split")
             point.shuffled = self.send(prompts[::-1], config.output_len, concurrency + 1, f"{name}, check")
+        if checked:
+            self.compare_logits(point, prompts[-1])
         return point
 
     def warm_up(self) -> None:
@@ -487,6 +580,9 @@ def total_tokens(config: TTFTConfig) -> int:
             total += (config.repeats + config.warmup) * len(WAYS) * count * (length + output + again)
             total += min(count, config.check_requests) * (length + config.resend_output_len) if again else 0
             total += (count + 1) * (length + output) if config.token_check == "share" else 0
+            checked, short = min(count, config.check_requests), length // config.block_size * config.block_size
+            total += checked * (len(WAYS) * (length + CHECK_TAIL) + short)
+            total += (checked + 1) * short if checked and config.token_check == "share" else 0
     return total
 
 # %% ../nbs/09_ttft.ipynb #4360abb2
@@ -552,7 +648,22 @@ def check_points(points: Sequence[Point], config: TTFTConfig) -> tuple[dict[str,
         if checks[name]["ok"] is False:
             share, limit = checks[name]["share"], checks[name]["limit"]
             failures.append(f"{sentence}: {share:.2%} of them differ, {limit:.2%} may")
+    checks["logits"] = check_logits(points)
+    for name, what in LOGIT_CHECKS.items():
+        if checks["logits"][name]["ok"] is False:
+            largest, limit = checks["logits"][name]["largest"], checks["logits"][name]["limit"]
+            failures.append(f"first-token logits, {what}: a relative difference of {largest:.2g}, {limit:g} may be")
     return checks, failures
+
+
+def check_logits(points: Sequence[Point]) -> dict[str, Any]:
+    """The comparisons of first-token logits over all points, and their natural spread where it was measured."""
+    found = {name: [x for p in points for x in p.logits.get(name, [])] for name in (*LOGIT_CHECKS, "natural")}
+    natural = found.pop("natural")
+    checks: dict[str, Any] = {"natural": None}
+    if natural:
+        checks["natural"] = {"mean": float(np.mean(natural)), "largest": max(natural), "requests": len(natural)}
+    return checks | {name: judge_logits(differences, natural) for name, differences in found.items()}
 
 # %% ../nbs/09_ttft.ipynb #91da5322
 def sentence(point: dict[str, Any], cost: ForwardCost) -> str:

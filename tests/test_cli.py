@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -170,7 +171,8 @@ def test_ttft_for_people(run, tmp_path) -> None:
     code, out, err = run("ttft", *SMALL, "--out", tmp_path / "a" / "b")
     assert code == 0
     assert "200 x 1" in out and "200 x 2" in out and "internal" in out and "change" in out
-    assert out.count("passed") == 3 and "FAILED" not in out
+    assert out.count("passed") == 7 and "FAILED" not in out
+    assert "passed  on an internal hit the same first-token logits as with caching off (3 requests" in out
     assert "Prompts of 200 tokens at concurrency 2" in out.replace("\n", " ")
     assert "running 200 tokens x 1" in err and "wrote" in err
     assert json.loads((tmp_path / "a" / "b" / "ttft.json").read_text())["ok"]
@@ -205,6 +207,25 @@ def test_a_failed_check_is_1(run, monkeypatch, tmp_path) -> None:
     code, out, _ = run("ttft", *SMALL, "--output-len", 8, "--out", tmp_path)
     assert code == 1 and "FAILED" in out
     assert not json.loads((tmp_path / "ttft.json").read_text())["ok"]
+
+
+def test_wrong_logits_are_printed() -> None:
+    from kda_ckpt.ttft import judge_logits
+
+    checks = {"natural": {"mean": 0.1, "largest": 0.3, "requests": 2}, "cold": judge_logits([0.1], [0.3])}
+    checks |= {"hit": judge_logits([0.1, 1.2], [0.3]), "internal_against_off": judge_logits([1.2], [1.0])}
+    passed, failed, unclear = cli.logit_lines(checks)
+    assert "passed" in passed and "at most 0.1, 0.7 may be; 0.3 in other batches" in passed
+    assert "FAILED" in failed and "on the hit (2 requests" in failed and "unclear" in unclear
+
+
+def test_results_from_before_logits_were_compared_can_be_read() -> None:
+    stored = sorted((Path(__file__).parent.parent / "nbs" / "results").glob("ttft_*.json"))
+    assert stored
+    for path in stored:
+        result = json.loads(path.read_text())
+        result["checks"].pop("logits", None)
+        assert len(list(cli.check_lines(result))) == 3
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch) -> None:

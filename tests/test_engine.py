@@ -323,6 +323,7 @@ BAD_PARAMS = [
     (dict(seed=1.5), "seed is 1.5"),
     (dict(seed=2**63), "it must be below"),
     (dict(stop_token_id="x"), "stop_token_id is 'x'"),
+    (dict(return_logits=1), "return_logits is 1"),
 ]
 
 
@@ -434,3 +435,93 @@ def test_interrupt_while_booking_the_last_token(model, monkeypatch):
     [output] = llm.step()
     assert [output.token_ids] == truth(model, [p], SamplingParams(max_tokens=2)) and output.finish_reason == "length"
     assert not llm.has_unfinished
+
+
+LOGITS = SamplingParams(max_tokens=20, return_logits=True)
+
+
+def assert_logits_are_the_tokens(output) -> None:
+    """One vector for each token, and each token is its vector's largest entry."""
+    assert [int(logits.argmax()) for logits in output.logits] == output.token_ids
+    for logits in output.logits:
+        assert logits.shape == (256,) and logits.dtype == torch.float32 and logits.device.type == "cpu"
+        assert logits.untyped_storage().nbytes() == 4 * 256  # a copy, not a view of the batch's
+
+
+def test_logits_are_those_the_tokens_were_drawn_from(model):
+    p = prompt(40, 50)
+    llm = engine(model, "internal")
+    with_logits, without = llm.generate([p, prompt(41, 20)], [LOGITS, GREEDY])
+    assert_logits_are_the_tokens(with_logits)
+    assert without.logits == []
+    for i in range(3):
+        [again] = engine(model, "off").generate(
+            [p + with_logits.token_ids[:i]], SamplingParams(max_tokens=1, return_logits=True)
+        )
+        torch.testing.assert_close(again.logits[0], with_logits.logits[i], rtol=1e-4, atol=1e-4)
+
+
+def test_logits_are_not_touched_by_the_temperature(model):
+    warm = SamplingParams(max_tokens=3, temperature=0.7, seed=1, return_logits=True)
+    [drawn], [greedy] = (engine(model, "internal").generate([prompt(42, 30)], params) for params in (warm, LOGITS))
+    assert len(drawn.logits) == 3 and torch.equal(drawn.logits[0], greedy.logits[0])
+
+
+def test_logits_with_preemption(model):
+    prompts = [prompt(n, 30 + n) for n in range(8)]
+    llm = engine(model, "internal", attention_block_size=8, num_blocks=14, max_model_len=60)
+    outputs = llm.generate(prompts, LOGITS)
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    for output in outputs:
+        assert len(output.logits) == 20
+        assert_logits_are_the_tokens(output)
+
+
+@pytest.mark.parametrize("where", ["_sample", "_record", "finish_step", "_draw"])
+@pytest.mark.parametrize("at", [0, 1, 5, 19])
+def test_logits_after_a_failure(model, monkeypatch, where, at):
+    """Whatever the step that is interrupted has done by then: a token has one vector, its own."""
+    llm = engine(model, "internal")
+    params = SamplingParams(max_tokens=20, temperature=1e-3, return_logits=True)  # greedy, and through `_draw`
+    for n in (43, 44):
+        llm.add_request(prompt(n, 40), params, str(n))
+    for _ in range(at):
+        llm.step()
+    owner = llm.scheduler if where == "finish_step" else llm
+    real, calls = getattr(owner, where), []
+
+    def interrupted(*args):
+        calls.append(args)
+        if where != "_draw" or len(calls) == 2:  # the first of two requests has been drawn for
+            if where != "_record":
+                real(*args)
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(owner, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.step()
+    monkeypatch.setattr(owner, where, real)
+    outputs = [output for _ in range(60) for output in llm.step()]
+    assert len(outputs) == 2 and all(len(output.token_ids) == 20 for output in outputs)
+    for output in outputs:
+        assert_logits_are_the_tokens(output)
+
+
+def test_logits_of_an_aborted_request(model, monkeypatch):
+    """A vector whose token was lost with its step is not part of the output."""
+    llm = engine(model, "internal")
+    llm.add_request(prompt(45, 40), LOGITS, "a")
+    llm.step()
+    sample = llm._sample
+
+    def interrupted(*args):
+        sample(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm, "_sample", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.step()
+    output = llm.abort("a")
+    assert len(output.token_ids) == 1
+    assert_logits_are_the_tokens(output)

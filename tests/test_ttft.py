@@ -15,19 +15,27 @@ from kda_ckpt.engine import StepStats
 from kda_ckpt.explain import WAYS
 from kda_ckpt.plots import draw_cost, draw_ttft
 from kda_ckpt.ttft import (
+    LOGIT_CHECKS,
+    Experiment,
     ForwardCost,
     Plan,
+    Point,
     TTFTConfig,
     change,
+    check_logits,
+    check_points,
     cut_prompts,
     fit_cost,
+    judge_logits,
     judge_shares,
     make_llm,
+    point_prompts,
     predict,
     predict_changes,
     resend_prompt,
     resolve,
     run_ttft,
+    short_resend,
     total_tokens,
 )
 
@@ -71,6 +79,10 @@ def test_small_experiment(small_result) -> None:
     assert result.checks["policy"] == "exact"
     assert result.checks["cold"] == {"share": 0.0, "limit": 0.0, "requests": 8, "ok": True}
     assert result.checks["resend_against_off"]["requests"] == 2 * (1 + 2)
+    assert set(result.checks["logits"]) == {"natural", *LOGIT_CHECKS} and result.checks["logits"]["natural"] is None
+    for name in LOGIT_CHECKS:
+        check = result.checks["logits"][name]
+        assert check["ok"] and check["requests"] == 1 + 2 and check["mean"] <= check["largest"] < 1e-3 < check["limit"]
 
 
 def test_result_is_json_and_can_be_drawn(small_result, tmp_path) -> None:
@@ -131,6 +143,90 @@ def test_unwritten_checkpoints_are_found(monkeypatch) -> None:
     assert not result.checks["resend_against_off"]["ok"] and result.checks["cold"]["ok"]
 
 
+def zeroed(states):
+    return states * 0
+
+
+def of_the_next_row(states):
+    return states.roll(1, 0)
+
+
+@pytest.mark.parametrize("how", [zeroed, of_the_next_row, None])
+@pytest.mark.parametrize(
+    "preset, dtype, length, block_size",
+    [
+        ("tiny", "float32", 200, 48),
+        ("tiny", "bfloat16", 200, 48),
+        ("tiny", "float32", 700, 384),
+        ("small", "float32", 70, 32),
+    ],
+)
+def test_logits_have_the_power_to_find_a_wrong_state(monkeypatch, how, preset, dtype, length, block_size) -> None:
+    """Whatever the precision and the tail, a wrong state gives logits far beyond the limit, in every request.
+
+    how: what is done to the states before they are stored; None: nothing is stored
+    """
+    config = resolve(
+        replace(SMALL, preset=preset, dtype=dtype, token_check="share", prompt_len=(length,), block_size=block_size,
+                budget=4096, concurrency=(3,), check_requests=3, repeats=1)
+    )  # fmt: skip
+    experiment, prompts = Experiment(config, make_llm(config)), point_prompts(config, length, 3)
+
+    def compared():
+        point = Point(length, 3, prompts[:-1])
+        experiment.compare_logits(point, prompts[-1])
+        return point
+
+    right = compared()
+    assert all(check_logits([right])[name]["ok"] for name in LOGIT_CHECKS)
+    assert max(right.logits["natural"]) < 0.7
+    store = TorchBackend.store_cache_checkpoints
+
+    def spoiled(self, **kwargs):
+        if how:
+            store(self, **(kwargs | {"checkpoint_state": how(kwargs["checkpoint_state"])}))
+
+    monkeypatch.setattr(TorchBackend, "store_cache_checkpoints", spoiled)
+    wrong = compared()
+    found = check_logits([wrong])
+    assert {name for name in LOGIT_CHECKS if found[name]["ok"] is False} == {"hit", "internal_against_off"}
+    assert min(wrong.logits["internal_against_off"]) > 0.8 and wrong.logits["natural"] == right.logits["natural"]
+    _, failures = check_points([wrong], config)
+    assert any("first-token logits, an internal hit against caching off" in line for line in failures)
+
+
+def test_one_wrong_request_is_enough() -> None:
+    natural = [0.02, 0.3, 0.02]
+    assert judge_logits([0.02, 0.4, 0.1], natural)["ok"]
+    assert judge_logits([0.02, 0.02, 0.02, 0.02, 1.1], natural)["ok"] is False
+    assert judge_logits([0.02, float("nan")], natural)["ok"] is False
+    assert judge_logits([1.1], [0.9])["ok"] is None
+    assert judge_logits([], []) == {"mean": 0.0, "largest": 0.0, "limit": 0.7, "requests": 0, "ok": True}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"concurrency": (1,)}, {"budget": 64}, {"prompt_len": (193,)}, {"prompt_len": (192,)}]
+)
+def test_the_natural_spread_is_of_another_rounding(changes: dict) -> None:
+    """Also of a single request, of chunks below the prompt and of resends of one token, the two runs really differ."""
+    config = resolve(
+        replace(SMALL, dtype="bfloat16", token_check="share", repeats=1, **({"concurrency": (2,)} | changes))
+    )
+    [length], [concurrency] = config.prompt_len, config.concurrency
+    experiment, prompts = Experiment(config, make_llm(config)), point_prompts(config, length, concurrency)
+    point = Point(length, concurrency, prompts[:-1])
+    experiment.compare_logits(point, prompts[-1])
+    assert len(point.logits["natural"]) == concurrency and 0 < max(point.logits["natural"]) < 0.7
+    assert {len(found) for found in point.logits.values()} == {concurrency}
+
+
+def test_no_checks_of_logits_where_none_are_wanted() -> None:
+    result = run_ttft(replace(SMALL, concurrency=(1,), repeats=1, check_requests=0))
+    assert result.ok and all(result.checks["logits"][name]["requests"] == 0 for name in LOGIT_CHECKS)
+    result = run_ttft(replace(SMALL, concurrency=(1,), repeats=1, prompt_len=(40,)))
+    assert result.ok and [result.checks["logits"][name]["requests"] for name in LOGIT_CHECKS] == [1, 0, 0, 0]
+
+
 def test_lost_hits_are_found(monkeypatch) -> None:
     from kda_ckpt.manager import MambaManager
 
@@ -144,6 +240,9 @@ def test_share_policy_in_bfloat16() -> None:
     assert result.checks["policy"] == "share"
     assert result.checks["baseline_share"] is not None
     assert result.checks["cold"]["requests"] == 4 and result.checks["cold"]["limit"] >= result.checks["baseline_share"]
+    logits = result.checks["logits"]
+    assert logits["natural"]["requests"] == 2 and 0 < logits["natural"]["largest"] < 0.7
+    assert all(logits[name]["ok"] and logits[name]["limit"] == 0.7 for name in LOGIT_CHECKS)
 
 
 def test_shares_are_judged() -> None:
@@ -197,6 +296,7 @@ def test_resends_share_exactly_the_last_boundary(length: int, block_size: int, p
     assert len(again) == length or boundary == length
     assert boundary == length or again[boundary] != prompt[boundary]
     assert all(token >= 0 for token in again)
+    assert short_resend(prompt, block_size) == again[: boundary + 2]
 
 
 def test_prompts_are_cut_from_a_file(tmp_path) -> None:
