@@ -42,6 +42,7 @@ class Backend:
     name = "none"
     alignment = 1  # a checkpoint offset must be a multiple of this
     exports_checkpoints = True  # can `prefill` export a state inside a row?
+    capturable = False  # may all calls be recorded in a CUDA graph and replayed for rows of other lengths?
 
     def available(self) -> tuple[bool, str]:
         """(True, "") when it can run here, else (False, the reason)."""

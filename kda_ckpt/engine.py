@@ -12,21 +12,33 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from operator import index
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from .backends import Backend, get_backend
-from .layers import KDACache, MLACache
+from .layers import KDACache, MLACache, takes_tiles
 from .manager import BlockCopy, KVCacheManager
-from .metadata import AttentionMetadataBuilder, BatchMetadata, KDAMetadataBuilder, Row
+from kda_ckpt.metadata import (
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    BatchMetadata,
+    KDACheckpointMetadata,
+    KDAMetadata,
+    KDAMetadataBuilder,
+    Row,
+)
 from .model import KimiLinear, ModelConfig, get_preset
 from .scheduler import Request, RequestStatus, ScheduledChunk, Scheduler, SchedulerConfig, SchedulerOutput
 from .spec import KVCacheConfig, KVCacheSpec, MambaSpec, check_int, fit_attention_block_size, group_layers
 
 # %% auto #0
-__all__ = ['PAGE_ALIGNMENT', 'PREFIX_CACHING', 'GRAPH_STRETCH', 'page_views', 'CachePool', 'SamplingParams', 'RequestMetrics',
-           'RequestOutput', 'StepStats', 'stretched', 'copy_metadata', 'DecodeGraphs', 'EngineMemory', 'check_tokens',
-           'EngineRequests', 'EngineForward', 'EngineSteps', 'EngineBatches', 'check_sizes', 'LLM', 'build_model']
+__all__ = ['PAGE_ALIGNMENT', 'PREFIX_CACHING', 'GRAPH_STRETCH', 'GRAPH_TOKENS', 'GRAPH_TILE', 'page_views', 'CachePool',
+           'SamplingParams', 'RequestMetrics', 'RequestOutput', 'StepStats', 'stretched', 'copy_metadata',
+           'DecodeGraphs', 'round_up', 'GraphShape', 'with_nobody', 'copy_batch', 'PrefillGraphs', 'EngineMemory',
+           'check_tokens', 'EngineRequests', 'EngineForward', 'EngineSteps', 'EngineBatches', 'check_sizes', 'LLM',
+           'build_model']
 
 # %% ../nbs/08_engine.ipynb #c7ea5800
 PAGE_ALIGNMENT = 256
@@ -221,6 +233,140 @@ class DecodeGraphs:
             logits = self.model(ids, meta)
         return graph, ids, meta, logits
 
+# %% ../nbs/08_engine.ipynb #a66365e3
+GRAPH_TOKENS, GRAPH_TILE = 512, 64
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple that is at least n."""
+    return -(-n // multiple) * multiple
+
+
+class GraphShape(NamedTuple):
+    """What a recorded prefill is tied to: its rows, and bounds on its prefill tokens, their keys and the decode rows' lengths."""
+
+    decodes: int
+    prefills: int
+    tokens: int
+    keys: int
+    decode_len: int
+    exports: bool
+
+    @classmethod
+    def of(cls, meta: BatchMetadata) -> GraphShape:
+        """The shape that a batch with prefill rows is recorded in."""
+        attention, n = meta.attention, meta.attention.num_decodes
+        tokens, keys = sum(attention.query_lens_cpu[n:]), sum(attention.seq_lens_cpu[n:])
+        room = (tokens // GRAPH_TILE + 1) * GRAPH_TILE
+        longest = max(attention.seq_lens_cpu[:n], default=0)
+        return cls(
+            n,
+            attention.num_prefills,
+            room,
+            room if keys == tokens else round_up(keys + room - tokens, GRAPH_STRETCH),
+            round_up(longest, GRAPH_STRETCH),
+            meta.kda.checkpoint is not None,
+        )
+
+# %% ../nbs/08_engine.ipynb #9ce783a2
+def with_nobody(meta: BatchMetadata, shape: GraphShape, block_size: int) -> BatchMetadata:
+    """A batch in the fixed sizes of `shape`, with a last row of nobody. block_size: tokens per column of the block table."""
+    kda, attention, n = meta.kda, meta.attention, shape.decodes
+    empty, checkpoint = [0] * shape.prefills, kda.checkpoint
+    if checkpoint is not None:
+        checkpoint = KDACheckpointMetadata(
+            F.pad(checkpoint.checkpoint_offsets, (0, 1)), F.pad(checkpoint.state_indices, (0, 1))
+        )
+    table = attention.block_table
+    columns = -(-max(shape.keys, shape.decode_len) // block_size)
+    tokens, keys = len(attention.slot_mapping) - n, sum(attention.seq_lens_cpu[n:])
+    return BatchMetadata(
+        KDAMetadata(
+            num_decodes=n,
+            num_prefills=shape.prefills + 1,
+            num_prefill_tokens=shape.tokens,
+            cu_seqlens=F.pad(kda.cu_seqlens, (0, 1), value=shape.tokens),
+            load_slots=F.pad(kda.load_slots, (0, 1)),
+            store_slots=F.pad(kda.store_slots, (0, 1)),
+            checkpoint=checkpoint,
+        ),
+        AttentionMetadata(
+            num_decodes=n,
+            num_prefills=shape.prefills + 1,
+            query_start_loc=F.pad(attention.query_start_loc, (0, 1), value=n + shape.tokens),
+            seq_lens=F.pad(attention.seq_lens, (0, 1), value=shape.keys - keys),
+            block_table=F.pad(table, (0, columns - table.shape[1], 0, 1)),
+            slot_mapping=F.pad(attention.slot_mapping, (0, shape.tokens - tokens), value=-1),
+            query_lens_cpu=[1] * n + [shape.tokens, *empty],
+            seq_lens_cpu=[shape.decode_len] * n + [shape.keys, *empty],
+        ),
+    )
+
+
+def copy_batch(source: BatchMetadata, target: BatchMetadata) -> None:
+    """Overwrite the tensors of a batch with those of another one of its shape, which has no row of nobody, in place."""
+    pairs = [
+        (getattr(source.kda, name), getattr(target.kda, name)) for name in ("cu_seqlens", "load_slots", "store_slots")
+    ]
+    if source.kda.checkpoint is not None:
+        names = ("checkpoint_offsets", "state_indices")
+        pairs += [(getattr(source.kda.checkpoint, name), getattr(target.kda.checkpoint, name)) for name in names]
+    for name in ("query_start_loc", "seq_lens", "slot_mapping"):
+        pairs.append((getattr(source.attention, name), getattr(target.attention, name)))
+    for new, fixed in pairs:
+        fixed[: len(new)].copy_(new, non_blocking=True)
+    n = source.attention.num_decodes
+    target.attention.seq_lens[-1:].fill_(target.attention.seq_lens_cpu[n] - sum(source.attention.seq_lens_cpu[n:]))
+    target.attention.slot_mapping[len(source.attention.slot_mapping) :].fill_(-1)
+    table, fixed = source.attention.block_table, target.attention.block_table
+    columns = min(table.shape[1], fixed.shape[1])
+    fixed[: len(table), :columns].copy_(table[:, :columns], non_blocking=True)
+
+# %% ../nbs/08_engine.ipynb #af96c7c3
+class PrefillGraphs:
+    """Records and replays forwards of up to 512 tokens with prefill rows, at most `most` shapes of them."""
+
+    def __init__(self, model: KimiLinear, attention_block_size: int, most: int = 64) -> None:
+        self.model, self.block_size, self.most = model, attention_block_size, most
+        self._graphs: dict[GraphShape, tuple] = {}
+        self._memory = torch.cuda.graph_pool_handle()
+
+    @staticmethod
+    def possible(model: KimiLinear) -> bool:
+        """Whether prefills of this model may be recorded: on a GPU, with kernels that read all lengths on the device."""
+        config = model.config
+        widths = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        return model.backend.capturable and takes_tiles(model.embedding, *widths)
+
+    def takes(self, meta: BatchMetadata) -> bool:
+        """Whether a batch is recorded, or has been."""
+        if len(meta.attention.slot_mapping) > GRAPH_TOKENS:
+            return False
+        return len(self._graphs) < self.most or GraphShape.of(meta) in self._graphs
+
+    def __call__(self, input_ids: torch.Tensor, meta: BatchMetadata) -> torch.Tensor:
+        """float32 logits `[N + 1, vocab]` of N rows, and of nobody's; valid until the next call."""
+        shape = GraphShape.of(meta)
+        if shape not in self._graphs:
+            fixed = with_nobody(meta, shape, self.block_size)
+            ids = F.pad(input_ids, (0, shape.decodes + shape.tokens - len(input_ids)))
+            logits = self.model(ids, fixed)
+            self._graphs[shape] = self._record(ids, fixed)
+            return logits
+        graph, ids, fixed, logits = self._graphs[shape]
+        ids[: len(input_ids)].copy_(input_ids, non_blocking=True)
+        copy_batch(meta, fixed)
+        graph.replay()
+        return logits
+
+    def _record(self, ids: torch.Tensor, meta: BatchMetadata) -> tuple:
+        meta = BatchMetadata(replace(meta.kda), replace(meta.attention))  # without what the layers have kept on it
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, pool=self._memory):
+            logits = self.model(ids, meta)
+        return graph, ids, meta, logits
+
 # %% ../nbs/08_engine.ipynb #f6236937
 class EngineMemory:
     """What an engine is made of: sizes, specs, manager, scheduler, and `reset`."""
@@ -377,6 +523,8 @@ class EngineForward(EngineRequests):
             self.model.bind_caches(self.cache.caches)
         if self.decode_graphs and not meta.kda.num_prefills:
             return self.decode_graphs(input_ids, meta)
+        if self.prefill_graphs and meta.kda.num_prefills and self.prefill_graphs.takes(meta):
+            return self.prefill_graphs(input_ids, meta)
         return self.model(input_ids, meta)
 
     @torch.inference_mode()
@@ -550,7 +698,7 @@ class LLM(EngineBatches):
     hash_block_size: tokens per prefix hash (default: the attention block); partial_hits: let hits end inside a block
     max_num_scheduled_tokens, max_num_seqs, long_prefill_token_threshold, max_model_len: see `SchedulerConfig`
     num_blocks: size of the pool; or cache_memory_bytes; by default room for `max_num_seqs` requests, as far as memory goes
-    cuda_graphs: replay decode steps as CUDA graphs, on a GPU
+    cuda_graphs: replay decode steps and short prefills as CUDA graphs, on a GPU
     """
 
     def __init__(
@@ -593,9 +741,11 @@ class LLM(EngineBatches):
         self.cache = CachePool(
             KVCacheConfig(groups, self._num_blocks(groups, num_blocks, cache_memory_bytes)), self.device
         )
-        self.decode_graphs = None
+        self.decode_graphs = self.prefill_graphs = None
         if cuda_graphs and self.device.type == "cuda":
             self.decode_graphs = DecodeGraphs(self.model, self.attention_block_size)
+            if PrefillGraphs.possible(self.model):
+                self.prefill_graphs = PrefillGraphs(self.model, self.attention_block_size)
         self._ids = itertools.count()
         self._outputs: dict[str, RequestOutput] = {}
         self.reset(prefix_caching=prefix_caching)

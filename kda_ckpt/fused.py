@@ -455,14 +455,16 @@ def _move_states(
             value = tl.load(state + slot * stride_state + at, at < real_state, other=0.0)
             tl.store(states + row * STATE + at, value, at < STATE)
         else:
-            tl.store(state + slot * stride_state + at, tl.load(states + row * STATE + at, at < STATE), at < STATE)
+            value = tl.load(states + row * STATE + at, at < real_state)
+            tl.store(state + slot * stride_state + at, value, at < real_state)
     else:
         at = (part - blocks) * BLOCK + tl.arange(0, BLOCK)
         if READ:
             window = tl.load(conv + slot * stride_conv + at, at < real_conv, other=0.0)
             tl.store(windows + row * CONV + at, window, at < CONV)
         else:
-            tl.store(conv + slot * stride_conv + at, tl.load(windows + row * CONV + at, at < CONV), at < CONV)
+            value = tl.load(windows + row * CONV + at, at < real_conv)
+            tl.store(conv + slot * stride_conv + at, value, at < real_conv)
 
 
 def move_states_triton(
@@ -502,11 +504,12 @@ def read_states(conv: torch.Tensor, state: torch.Tensor, slots: torch.Tensor) ->
 def write_states(
     conv: torch.Tensor, state: torch.Tensor, windows: torch.Tensor, states: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Put windows and states [N, …] in int64 [N] slots, all different and none 0, of the caches [slots, …]."""
+    """Put windows and states [N, …] in int64 [N] slots, all different, of the caches [slots, …]; what is for slot 0 is dropped."""
     if in_one_piece(conv, state):
         return move_states_triton(conv, state, windows.contiguous(), states.contiguous(), slots, False)
-    conv.index_copy_(0, slots, windows.to(conv.dtype))
-    state.index_copy_(0, slots, states.to(state.dtype))
+    for cache, new in ((conv, windows), (state, states)):
+        real = (slots > 0).view(-1, *[1] * (cache.dim() - 1))
+        cache.index_copy_(0, slots, torch.where(real, new.to(cache.dtype), cache[:1]))
 
 # %% ../nbs/07_fused_ops.ipynb #9ae9da22
 @jit
@@ -516,15 +519,16 @@ def _store_latents(
 ):  # fmt: skip
     token, cols, rest = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE), tl.arange(0, WIDE_ROPE)
     slot = tl.load(slots + token)
+    kept, kept_shared = tl.where(slot >= 0, RANK, 0), tl.where(slot >= 0, ROPE, 0)
     place = cache + (slot // PAGE) * stride_block + (slot % PAGE) * stride_slot
     value = tl.load(latent + token * stride_latent + cols, cols < RANK, other=0.0).to(tl.float32)
     scale = 1 / tl.sqrt(tl.sum(value * value) / RANK + eps)
     value *= scale * tl.load(weight + cols, cols < RANK, other=0.0).to(tl.float32)
     tl.store(out + token * (RANK + ROPE) + cols, value, cols < RANK)
-    tl.store(place + cols, value, cols < RANK)
+    tl.store(place + cols, value, cols < kept)
     same = tl.load(shared + token * stride_shared + rest, rest < ROPE)
     tl.store(out + token * (RANK + ROPE) + RANK + rest, same, rest < ROPE)
-    tl.store(place + RANK + rest, same, rest < ROPE)
+    tl.store(place + RANK + rest, same, rest < kept_shared)
 
 
 def store_latents_triton(
@@ -555,12 +559,14 @@ def store_latents(
 ) -> torch.Tensor:
     """The tokens' latents [T, rank + rope], norm of `latent` beside `shared`, which are also put in their pages.
 
-    latent [T, rank], shared [T, rope]; cache [blocks, block_size, rank + rope]; slots int64 [T], block · block_size + offset
+    latent [T, rank], shared [T, rope]; cache [blocks, block_size, rank + rope]; slots int64 [T], block · block_size + offset,
+    or −1 for a token that has no place
     """
     if uses_kernels(latent):
         return store_latents_triton(latent, shared, weight, eps, cache, slots)
     out, page = torch.cat([rms_norm(latent, weight, eps), shared], dim=-1), cache.shape[1]
-    cache[slots // page, slots % page] = out
+    at = slots.clamp(min=0)
+    cache[at // page, at % page] = torch.where((slots >= 0)[:, None], out, cache[0, 0])
     return out
 
 # %% ../nbs/07_fused_ops.ipynb #b0b2f878

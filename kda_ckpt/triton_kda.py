@@ -578,6 +578,7 @@ class TritonPrefill(Backend):
 
     name = "triton"
     alignment = 1
+    capturable = True
 
     def available(self) -> tuple[bool, str]:
         """A CUDA device of compute capability 8.0 or more, or Triton's interpreter."""

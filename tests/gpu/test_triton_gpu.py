@@ -186,7 +186,9 @@ def serving(H=6, D=128, B=33, slots=80, dtype=BF16, seed=0):
     args = {n: gates[n] for n in ("g", "beta", "A_log", "dt_bias", "lower_bound")}
     args |= dict(x=normal(B, C).to(dtype), weight=normal(C, 4).to(dtype))
     pages = normal(slots, 3 * C + H * D * D)
-    pages[:, : 3 * C] = pages[:, : 3 * C].to(dtype)  # what a convolution cache holds has been rounded to the model's dtype
+    pages[:, : 3 * C] = pages[:, : 3 * C].to(
+        dtype
+    )  # what a convolution cache holds has been rounded to the model's dtype
     order = torch.randperm(slots - 1, generator=rng, device="cuda") + 1
     load, store = order[:B].clone(), order[:B].clone()
     store[: B // 2] = order[B : B + B // 2]  # half of the rows move to another slot
