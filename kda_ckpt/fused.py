@@ -452,19 +452,19 @@ def _move_states(
     if part < blocks:
         at = part * BLOCK + tl.arange(0, BLOCK)
         if READ:
-            value = tl.load(state + slot * stride_state + at, at < real_state, other=0.0)
-            tl.store(states + row * STATE + at, value, at < STATE)
+            held = tl.load(state + slot * stride_state + at, at < real_state, other=0.0)
+            tl.store(states + row * STATE + at, held, at < STATE)
         else:
-            value = tl.load(states + row * STATE + at, at < real_state)
-            tl.store(state + slot * stride_state + at, value, at < real_state)
+            held = tl.load(states + row * STATE + at, at < real_state)
+            tl.store(state + slot * stride_state + at, held, at < real_state)
     else:
         at = (part - blocks) * BLOCK + tl.arange(0, BLOCK)
         if READ:
             window = tl.load(conv + slot * stride_conv + at, at < real_conv, other=0.0)
             tl.store(windows + row * CONV + at, window, at < CONV)
         else:
-            value = tl.load(windows + row * CONV + at, at < real_conv)
-            tl.store(conv + slot * stride_conv + at, value, at < real_conv)
+            window = tl.load(windows + row * CONV + at, at < real_conv)
+            tl.store(conv + slot * stride_conv + at, window, at < real_conv)
 
 
 def move_states_triton(
