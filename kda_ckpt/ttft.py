@@ -379,14 +379,14 @@ def judge_shares(between: Sequence[float], baseline: Sequence[float], policy: st
     """Whether the differing shares `between` two ways pass.
 
     policy: "exact" wants all 0; "share" a mean above the baseline's by no more than two standard errors of the difference
-    "ok" is None when that limit is above one half: then rounding alone changes most tokens, and the share can't tell.
+    "ok" is None when both share and limit are above one half: where rounding alone changes most tokens, a large share can't tell.
     """
     share = float(np.mean(between)) if between else 0.0
     limit = 0.0
     if policy == "share":
         error = sum(np.var(values) / len(values) for values in (between, baseline) if values) ** 0.5
         limit = (float(np.mean(baseline)) if baseline else 0.0) + 2 * float(error)
-    ok = None if limit > 0.5 else share <= limit
+    ok = None if min(share, limit) > 0.5 else share <= limit
     return {"share": share, "limit": limit, "requests": len(between), "ok": ok}
 
 # %% ../nbs/09_ttft.ipynb #4910a2ad
@@ -413,10 +413,10 @@ LOGIT_LIMIT = 0.7
 def judge_logits(differences: Sequence[float], natural: Sequence[float]) -> dict[str, Any]:
     """Whether the relative `differences` of first-token logits pass: the largest is at most `LOGIT_LIMIT`.
 
-    "ok" is None when the `natural` spread exceeds that limit, too.
+    "ok" is None when it is not, but the `natural` spread exceeds that limit, too.
     """
     mean, largest = (float(f(differences)) if differences else 0.0 for f in (np.mean, np.max))
-    ok = None if natural and max(natural) > LOGIT_LIMIT else largest <= LOGIT_LIMIT
+    ok = largest <= LOGIT_LIMIT or (None if natural and max(natural) > LOGIT_LIMIT else False)
     return {"mean": mean, "largest": largest, "limit": LOGIT_LIMIT, "requests": len(differences), "ok": ok}
 
 # %% ../nbs/09_ttft.ipynb #3a728f65
