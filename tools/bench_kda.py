@@ -1,6 +1,6 @@
 """Time KDA prefill, the store kernel and decode on a GPU: our backends beside their peers, and write one JSON file.
 
-    python tools/bench_kda.py --backends triton,cuda --peers vllm,vllm_ckpt,cudnn,fla --out nbs/results/kda_prefill_triton_h200.json
+    python tools/bench_kda.py --backends triton,cuda --peers vllm,vllm_ckpt,cudnn,fla --out nbs/results/kda_prefill_h200.json
 
 Ten shapes, three gate regimes, bf16, head dim 128, initial and final float32 states; NAME_ckpt is the same call with one
 checkpoint a row. Times are medians in microseconds. A peer that is not installed is skipped with a word: `--peers-dir`
@@ -26,18 +26,19 @@ from gpu_machine import machine
 from kda_ckpt.backends import get_backend
 from kda_ckpt.reference import kda_recurrent, random_inputs, relative_error
 
-SHAPES = {
-    "1x2048": ([2048], 12),
-    "1x8192": ([8192], 12),
-    "1x32768": ([32768], 12),
-    "1x8192 ": ([8192], 32),
-    "1x8192  ": ([8192], 96),
-    "4x8192": ([8192] * 4, 12),
-    "16x8192": ([8192] * 16, 12),
-    "64x1024": ([1024] * 64, 12),
-    "8x1024": ([1024] * 8, 96),
-    "ragged": ([1300, 547, 2048, 963, 271, 3063], 96),
-}
+SHAPES = (
+    ("1x2048", [2048], 12),
+    ("1x8192", [8192], 12),
+    ("1x32768", [32768], 12),
+    ("1x8192", [8192], 32),
+    ("1x8192", [8192], 96),
+    ("4x8192", [8192] * 4, 12),
+    ("16x8192", [8192] * 16, 12),
+    ("64x1024", [1024] * 64, 12),
+    ("8x1024", [1024] * 8, 96),
+    ("ragged", [1300, 547, 2048, 963, 271, 3063], 96),
+)
+GROWTH = (2048, 8192, 32768, 131072, 262144)
 REGIMES = ("fast", "slow", "mixed")
 D = 128
 
@@ -178,12 +179,11 @@ def errors(found: dict) -> dict:
 def time_shapes(found: dict, regimes: list[str], copy_gbs: float) -> list[dict]:
     rows = []
     for regime in regimes:
-        for name, (lens, heads) in SHAPES.items():
-            x = random_inputs([1], heads, D, regime, dtype=torch.bfloat16, device="cuda")
-            x = widen(x, lens, heads, regime)
+        for name, lens, heads in SHAPES:
+            x = inputs(lens, heads, regime)
             tokens = sum(lens)
             moved = 5 * tokens * heads * D * 2 + tokens * heads * 2 + 2 * x["initial_state"].numel() * 4
-            row = dict(regime=regime, shape=name.strip(), heads=heads, tokens=tokens, us={})
+            row = dict(regime=regime, shape=name, heads=heads, tokens=tokens, us={})
             row["floor_us"] = round(moved / copy_gbs / 1e3, 1)
             for runner, (make, checkpoint) in found.items():
                 try:
@@ -198,8 +198,9 @@ def time_shapes(found: dict, regimes: list[str], copy_gbs: float) -> list[dict]:
     return rows
 
 
-def widen(x: dict, lens: list[int], heads: int, regime: str) -> dict:
-    """The inputs of `random_inputs` for many tokens, drawn on the GPU with the same distributions."""
+def inputs(lens: list[int], heads: int, regime: str) -> dict:
+    """As `random_inputs`, for many tokens: drawn on the GPU with the same distributions."""
+    x = random_inputs([1], heads, D, regime, dtype=torch.bfloat16, device="cuda")
     T, N = sum(lens), len(lens)
     rng = torch.Generator("cuda").manual_seed(0)
     acts = {n: torch.randn(T, heads, D, generator=rng, device="cuda").bfloat16() for n in ("q", "k", "v", "g")}
@@ -209,6 +210,15 @@ def widen(x: dict, lens: list[int], heads: int, regime: str) -> dict:
     state = 0.1 * torch.randn(N, heads, D, D, generator=rng, device="cuda")
     cu = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
     return x | acts | dict(beta=beta, initial_state=state, cu_seqlens=cu)
+
+
+def time_growth(name: str) -> list[list[float]]:
+    """[tokens, us] of one row with 12 heads at slow gates, one checkpoint."""
+    found = []
+    for tokens in GROWTH:
+        found.append([tokens, microseconds(our_runner(name)(inputs([tokens], 12, "slow"), True))])
+        torch.cuda.empty_cache()
+    return found
 
 
 def time_store(name: str, rows: int = 64, heads: int = 96) -> dict:
@@ -287,6 +297,8 @@ def main() -> int:
     for regime in names(args.regimes):  # written after each, so that a run cut short is not lost
         result["rows"] += time_shapes(found, [regime], result["copy_gbs"])
         args.out.write_text(json.dumps(result, indent=1) + "\n")
+    result["growth"] = {name: time_growth(name) for name in ours}
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
     summary(result)
     return 0
 
