@@ -14,6 +14,8 @@ _PUBLIC = {
     "KVCacheManager": "manager",
     "Scheduler": "scheduler",
     "KDAMetadataBuilder": "metadata",
+    "TTFTConfig": "ttft",
+    "run_ttft": "ttft",
 }
 __all__ = ["__version__", *_PUBLIC]
 

@@ -68,7 +68,7 @@ def load_nvrtc(path: str) -> ctypes.CDLL:
 
 @functools.lru_cache(None)
 def nvrtc_version(path: str) -> str | None:
-    """ "nvrtc 13.0" and so on, or None where the library can't be loaded."""
+    """Version of the library at `path` as "nvrtc 13.0", or None where it can't be loaded."""
     try:
         lib, major, minor = load_nvrtc(path), ctypes.c_int(), ctypes.c_int()
         lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
@@ -288,7 +288,7 @@ def cost(pairs: int, tiles: int, cuts: int, v_parts: int, multiprocessors: int) 
 # %% ../nbs/06_flashkda_cuda.ipynb #c789223a
 @functools.lru_cache(4096)
 def plan(tokens, rows, heads, multiprocessors, longest=None, segments=None, v_parts=None) -> Plan:
-    """Choose segments and the split of V from what the host knows: `tokens` in all `rows`, the `longest` (None: all alike).
+    """Choose segments and the split of V from what the host knows: `tokens` in all `rows`, tokens of the `longest` (None: all alike).
 
     `segments` forces the number that a row of the longest length is cut in, `v_parts` (1 or 2) the split of V.
     """
@@ -307,7 +307,7 @@ def plan(tokens, rows, heads, multiprocessors, longest=None, segments=None, v_pa
 
 # %% ../nbs/06_flashkda_cuda.ipynb #5b06f271
 def workspace_bytes(plan: Plan, heads: int) -> int:
-    """Bytes a call with that plan needs: two 128 x 128 float32 matrices and a flag for each segment and head."""
+    """Bytes of uint8 workspace, 16-byte aligned, for a call with that plan: per segment and head two 128 x 128 float32 and a flag."""
     return plan.units * heads * (2 * 128 * 128 * 4 + 4)
 
 

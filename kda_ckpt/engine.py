@@ -135,7 +135,7 @@ class SamplingParams:
 # %% ../nbs/08_engine.ipynb #be72763a
 @dataclass
 class RequestMetrics:
-    """Times in seconds of `time.perf_counter`, lengths in tokens."""
+    """Times in seconds of `time.perf_counter`, None until they have come; lengths in tokens."""
 
     arrival_time: float
     num_prompt_tokens: int
@@ -147,12 +147,12 @@ class RequestMetrics:
 
     @property
     def ttft(self) -> float:
-        """Time to first token."""
+        """Time to first token in seconds; only after it."""
         return self.first_token_time - self.arrival_time
 
     @property
     def latency(self) -> float:
-        """Time to last token."""
+        """Time to the latest token in seconds; only after the first."""
         return self.finish_time - self.arrival_time
 
 
@@ -697,8 +697,10 @@ class LLM(EngineBatches):
     block_size: tokens between saved states; attention_block_size: by default the largest divisor whose page fits a state's
     hash_block_size: tokens per prefix hash (default: the attention block); partial_hits: let hits end inside a block
     max_num_scheduled_tokens, max_num_seqs, long_prefill_token_threshold, max_model_len: see `SchedulerConfig`
-    num_blocks: size of the pool; or cache_memory_bytes; by default room for `max_num_seqs` requests, as far as memory goes
+    num_blocks: size of the pool; or cache_memory_bytes, of all layers together; by default room for twice `max_num_seqs` requests
+    of the longest kind, but at most 1 GiB on a CPU, 60 % of the free memory on a GPU
     cuda_graphs: replay decode steps and short prefills as CUDA graphs, on a GPU
+    Raises `ValueError` or `TypeError` naming the argument, `RuntimeError` when the backend can't run here.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ class AttentionMetadata:
     query_start_loc: int32 `[N + 1]`, row starts within all tokens
     seq_lens: int32 `[N]`, tokens of each sequence when the forward is done
     block_table: int32 `[N, max_blocks]`, padded with 0
-    slot_mapping: int64 `[T]`, `block · block_size + offset` of the place where each token's entry goes
+    slot_mapping: int64 `[T]`, `block · block_size + offset` of the place where each token's entry goes; -1 = nowhere
     query_lens_cpu, seq_lens_cpu: the same on the host, so that no layer has to wait for the device
     """
 
@@ -199,6 +199,7 @@ class AttentionMetadataBuilder:
         """The metadata of a batch, decode rows first.
 
         block_table: the attention row of each request, after the allocation of this step
+        Raises `ValueError` for a wrong order, or a row with fewer blocks than its tokens need.
         """
         num_decodes = check_batch_order(rows, block_table)
         query_lens, seq_lens = [row.query_len for row in rows], [row.end for row in rows]

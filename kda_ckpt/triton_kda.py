@@ -463,7 +463,8 @@ def _workspace_parts(tokens: int, rows: int, heads: int, head_dim: int, checkpoi
 
 @functools.lru_cache
 def workspace_size(tokens: int, rows: int, heads: int, head_dim: int, checkpoints: int = 0) -> int:
-    """Bytes of scratch memory that `TritonBackend.prefill` needs; checkpoints: columns of checkpoint_offsets."""
+    """Bytes of scratch memory that `TritonBackend.prefill` needs for so many tokens in all rows; checkpoints: columns of
+    checkpoint_offsets."""
     parts = _workspace_parts(tokens, rows, heads, head_dim, checkpoints)
     return sum(_padded(count * getattr(torch, dtype).itemsize) for dtype, count in parts)
 
