@@ -83,7 +83,9 @@ def draw_explanation(explanation: Explanation, max_steps: int = 12) -> Figure:
         ax.spines["left"].set_visible(False)
     every = max(1, -(-columns // 12))
     axes[-1].set_xticks(range(0, columns * size + 1, every * size))
-    axes[-1].set_xlabel("token position; green: a state to start from, orange: the running state, ∅: the null block")
+    axes[-1].set_xlabel(
+        "token position; orange: running state, green: kept state, bold edge: hashed, a later request may start there, ∅: null block"
+    )
     return figure
 
 # %% ../nbs/09_plots.ipynb #8e9e1272
