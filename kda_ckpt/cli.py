@@ -10,7 +10,6 @@ import linecache
 import os
 import re
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,8 +39,9 @@ app = typer.Typer(
 
 # %% auto #0
 __all__ = ['UsageError', 'app', 'VERDICTS', 'option_of', 'named_by_option', 'options_named', 'is_expected', 'parse_numbers',
-           'consoles', 'print_json', 'print_version', 'options', 'row_text', 'explanation_table', 'explanation_dict',
-           'explain', 'check_directory', 'check_picture', 'progress_on', 'seconds_text', 'change_text', 'ttft_table',
+           'BadValue', 'parse_number', 'parse_file', 'parse_path', 'number', 'file', 'path', 'consoles', 'print_json',
+           'print_version', 'options', 'row_text', 'explanation_table', 'explanation_dict', 'explain', 'check_writable',
+           'check_directory', 'check_picture', 'progress_on', 'seconds_text', 'change_text', 'ttft_table',
            'resend_table', 'check_lines', 'logit_lines', 'print_ttft', 'ttft', 'ttft_config', 'conformance', 'backends',
            'backend_states', 'fail', 'main']
 
@@ -86,6 +86,50 @@ def parse_numbers(option: str, text: str) -> tuple[int, ...]:
     if min(numbers) < 1:
         raise UsageError(f"{option} is {text!r}; its numbers must be at least 1")
     return numbers
+
+# %% ../nbs/10_cli.ipynb #597fd715
+class BadValue(typer.BadParameter):
+    """A value that cannot be parsed. The message goes on after the option's name, or the argument's in capitals."""
+
+    def format_message(self) -> str:
+        return f"{self.param.opts[0] if self.param.opts[0][0] == '-' else self.param.name.upper()} {self.message}"
+
+
+def parse_number(text: str | int) -> int:
+    """An integer. Raises `BadValue`."""
+    try:
+        return int(text)
+    except ValueError:
+        raise BadValue(f"is {text!r}; it must be a whole number, as in 1536") from None
+
+
+def parse_file(text: str | Path) -> Path:
+    """The path of a file that can be read. Raises `BadValue`."""
+    if os.path.isdir(text) or not os.access(text, os.R_OK):
+        raise BadValue(f"is {str(text)!r}; it must be a file that can be read")
+    return Path(text)
+
+
+def parse_path(text: str | Path) -> Path:
+    """A path. Raises `BadValue` for the empty text, which would be the current directory."""
+    if not str(text):
+        raise BadValue("is ''; it must be a path")
+    return Path(text)
+
+
+def number(help: str, **more: Any) -> Any:
+    """An option that takes an integer."""
+    return typer.Option(help=help, parser=parse_number, metavar="<int>", **more)
+
+
+def file(help: str, **more: Any) -> Any:
+    """An option that takes a file to read."""
+    return typer.Option(help=help, parser=parse_file, metavar="<file>", **more)
+
+
+def path(help: str, **more: Any) -> Any:
+    """An option that takes a path to write to."""
+    return typer.Option(help=help, parser=parse_path, metavar="<path>", **more)
 
 # %% ../nbs/10_cli.ipynb #75a1915d
 def consoles(as_json: bool) -> tuple[Console, Console]:
@@ -169,26 +213,24 @@ def explanation_dict(explanation: Explanation) -> dict[str, Any]:
 # %% ../nbs/10_cli.ipynb #f4473a5b
 @app.command()
 def explain(
-    prompt_len: Annotated[int, typer.Argument(help="Tokens of the prompt.")],
-    block_size: Annotated[int, typer.Option(help="Tokens between saved states.")] = 1536,
-    budget: Annotated[int, typer.Option(help="Token budget of a step.")] = 8192,
-    start: Annotated[int, typer.Option(help="Tokens that the request has computed in earlier steps.")] = 0,
-    cached: Annotated[int, typer.Option(help="Tokens of the prompt that an earlier request computed.")] = 0,
+    prompt_len: Annotated[int, typer.Argument(help="Tokens of the prompt.", parser=parse_number, metavar="PROMPT_LEN")],
+    block_size: Annotated[int, number("Tokens between saved states.")] = 1536,
+    budget: Annotated[int, number("Token budget of a step.")] = 8192,
+    start: Annotated[int, number("Tokens that the request has computed in earlier steps.")] = 0,
+    cached: Annotated[int, number("Tokens of the prompt that an earlier request computed.")] = 0,
     attention_block_size: Annotated[
-        int | None, typer.Option(help="Tokens of an attention block.", show_default="the block size")
+        int | None, number("Tokens of an attention block.", show_default="the block size")
     ] = None,
-    alignment: Annotated[int, typer.Option(help="Checkpoint offsets are multiples of it.")] = 1,
+    alignment: Annotated[int, number("Checkpoint offsets are multiples of it.")] = 1,
     partial_hits: Annotated[bool, typer.Option("--partial-hits", help="Let hits end inside a block.")] = False,
     hash_block_size: Annotated[
-        int | None, typer.Option(help="Tokens per prefix hash.", show_default="the attention block size")
+        int | None, number("Tokens per prefix hash.", show_default="the attention block size")
     ] = None,
-    long_prefill_token_threshold: Annotated[
-        int, typer.Option(help="Most tokens of one request in a step; 0: no limit.")
-    ] = 0,
+    long_prefill_token_threshold: Annotated[int, number("Most tokens of one request in a step; 0: no limit.")] = 0,
     whole_blocks: Annotated[
         bool, typer.Option(help="Whether a chunk that the budget cuts must end on a block boundary.")
     ] = True,
-    out: Annotated[Path | None, typer.Option(help="Write the picture to this file.")] = None,
+    out: Annotated[Path | None, path("Write the picture to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """What scheduler and cache manager do with a prompt, with and without internal checkpoints."""
@@ -215,14 +257,25 @@ def explain(
         notes.print(f"wrote {out}")
 
 
-def check_directory(path: Path) -> None:
-    """Make the directory, and raise `UsageError` now if it or a file in it cannot be written."""
+def check_writable(path: Path) -> None:
+    """Raise `OSError` when a file cannot be written. One that is there stays as it is, and none is left."""
+    there = path.exists()
+    with path.open("ab"):
+        pass
+    if not there:
+        path.unlink()
+
+
+def check_directory(path: Path, names: Sequence[str]) -> None:
+    """Make the directory, and raise `UsageError` now if it or a file of these names in it cannot be written."""
+    what = "a directory that can be written"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
+        for name in names:
+            what = f"a directory in which {name} can be written"
+            check_writable(path / name)
     except OSError as error:
-        raise UsageError(f"--out is '{path}'; it must be a directory that can be written ({error.strerror})") from error
+        raise UsageError(f"--out is '{path}'; it must be {what} ({error.strerror})") from error
 
 
 def check_picture(path: Path | None) -> None:
@@ -230,8 +283,11 @@ def check_picture(path: Path | None) -> None:
     kinds = (".png", ".svg", ".pdf")
     if path and path.suffix.lower() not in kinds:
         raise UsageError(f"--out is '{path}'; it must end in {', '.join(kinds)}")
-    if path and not path.absolute().parent.is_dir():
-        raise UsageError(f"--out is '{path}'; there is no directory '{path.parent}'")
+    try:
+        if path:
+            check_writable(path)
+    except OSError as error:
+        raise UsageError(f"--out is '{path}'; it must be a file that can be written ({error.strerror})") from error
 
 # %% ../nbs/10_cli.ipynb #94da13b7
 @contextmanager
@@ -385,38 +441,40 @@ def print_ttft(console: Console, result: dict[str, Any]) -> None:
         console.print(f"[red]FAILED[/red]  {line}")
     for line in result["sentences"]:
         console.print(line)
+    if stopped := result.get("stopped"):
+        wanted, done = len(config["prompt_len"]) * len(config["concurrency"]), len(result["points"])
+        line = f"Incomplete: the experiment ended after {done} of its {wanted} points: {' '.join(stopped.split())}"
+        console.print(line, markup=False, style="bold red")
 
 # %% ../nbs/10_cli.ipynb #47054ccb
 @app.command()
 def ttft(
     preset: Annotated[str, typer.Option(help="Model shape: tiny, small, ... or kimi_linear_48b.")] = "tiny",
-    config: Annotated[Path | None, typer.Option(help="JSON file with a model's shape, instead of a preset.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="Text to cut prompts from.", show_default="Python's own help topics")
-    ] = None,
+    config: Annotated[Path | None, file("JSON file with a model's shape, instead of a preset.")] = None,
+    prompts: Annotated[Path | None, file("Text to cut prompts from.", show_default="Python's own help topics")] = None,
     concurrency: Annotated[str, typer.Option(help="Requests in flight.")] = "1,4,16",
     prompt_len: Annotated[str, typer.Option(help="Tokens of a prompt; also a list.")] = "8000",
-    output_len: Annotated[int | None, typer.Option(help="Tokens to sample.", show_default="8; GPU: 1000")] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens between saved states.")] = 1536,
-    budget: Annotated[int, typer.Option(help="Token budget of a step.")] = 16384,
-    repeats: Annotated[int | None, typer.Option(help="Pairs of runs a point.", show_default="3; GPU: 5")] = None,
-    warmup: Annotated[int | None, typer.Option(help="Untimed pairs before.", show_default="0; GPU: 1")] = None,
-    waves: Annotated[int, typer.Option(help="Prompts sent for each request in flight.")] = 1,
+    output_len: Annotated[int | None, number("Tokens to sample.", show_default="8; GPU: 1000")] = None,
+    block_size: Annotated[int, number("Tokens between saved states.")] = 1536,
+    budget: Annotated[int, number("Token budget of a step.")] = 16384,
+    repeats: Annotated[int | None, number("Pairs of runs a point.", show_default="3; GPU: 5")] = None,
+    warmup: Annotated[int | None, number("Untimed pairs before.", show_default="0; GPU: 1")] = None,
+    waves: Annotated[int, number("Prompts sent for each request in flight.")] = 1,
     backend: Annotated[str, typer.Option(help="auto, torch, triton or cuda.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")] = None,
     dtype: Annotated[str | None, typer.Option(help="Number format.", show_default="float32; GPU: bfloat16")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+    seed: Annotated[int, number("Seed of the weights.")] = 0,
     token_check: Annotated[str | None, typer.Option(help="exact or share.", show_default="exact; GPU: share")] = None,
-    out: Annotated[Path, typer.Option(help="Directory for ttft.json and ttft.png.")] = Path("out"),
+    out: Annotated[Path, path("Directory for ttft.json and ttft.png.")] = Path("out"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Measure time to first token with and without internal checkpoints, and check that both are right."""
     given = dict(locals())
     given["concurrency"] = parse_numbers("--concurrency", concurrency)
     given["prompt_len"] = parse_numbers("--prompt-len", prompt_len)
-    check_directory(out)
-    results, notes = consoles(as_json)
     question = ttft_config(given)
+    check_directory(out, ("ttft.json", "ttft.png"))
+    results, notes = consoles(as_json)
     from kda_ckpt.plots import draw_ttft
     from kda_ckpt.ttft import run_ttft, total_tokens
 
@@ -429,13 +487,13 @@ def ttft(
     draw_ttft(result.to_dict()).savefig(out / "ttft.png")
     notes.print(f"wrote {out / 'ttft.json'} and {out / 'ttft.png'}")
     if not result.ok:
-        raise typer.Exit(1)
+        raise typer.Exit(130 if result.stopped == "interrupted" else 1)
 
 # %% ../nbs/10_cli.ipynb #55b9500f
 def ttft_config(given: dict[str, Any]) -> TTFTConfig:
     """The resolved experiment that the options ask for. Raises `UsageError` for what can be known to be wrong."""
     from kda_ckpt.backends import backend_names, get_backend
-    from kda_ckpt.ttft import TTFTConfig, check_question, resolve
+    from kda_ckpt.ttft import TTFTConfig, check_memory, check_question, resolve
 
     names = [field.name for field in fields(TTFTConfig)]
     choices = ("auto", *backend_names())
@@ -446,6 +504,7 @@ def ttft_config(given: dict[str, Any]) -> TTFTConfig:
         for name in ("config", "prompts"):
             values[name] = str(values[name]) if values[name] else None
         config = resolve(TTFTConfig(**values))
+        check_memory(config)
         check_question(config)
     try:
         get_backend(config.backend, config.device)
@@ -456,7 +515,10 @@ def ttft_config(given: dict[str, Any]) -> TTFTConfig:
 # %% ../nbs/10_cli.ipynb #b018b426
 @app.command()
 def conformance(
-    files: Annotated[list[Path], typer.Argument(help="Files of recorded cases, one JSON object a line.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="Files of recorded cases, one JSON object a line.", parser=parse_file, metavar="FILES"),
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Compare scheduler, managers and metadata with recorded behaviour of the original."""
@@ -531,7 +593,7 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line (`sys.argv`) and exit: 0 success, 1 a failed check, 2 bad input, 130 interrupted."""
+    """Run the command line (`sys.argv`) and exit: 0 success, 1 a check or point failed, 2 bad input, 130 interrupted."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         code = app(args=arguments, prog_name="kda-ckpt", standalone_mode=False)

@@ -25,23 +25,24 @@ from .engine import LLM, RequestOutput, SamplingParams, StepStats, build_model
 from .explain import WAYS, bookkeeping, replay
 from .model import ModelConfig, get_preset
 from .scheduler import Request, SchedulerConfig, SchedulerOutput
-from .spec import check_int
+from .spec import MambaSpec, check_int, fit_attention_block_size
 
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_PROMPT_LEN, MAX_CONCURRENCY = 2**20, 1024
+MAX_PROMPT_LEN, MAX_CONCURRENCY, MAX_NUMBER = 2**20, 1024, 2**30
 RESEND_OUTPUT_LEN = 16
 CHECK_TAIL = 2
 TOKEN_CHECKS = ("exact", "share")
 
 # %% auto #0
-__all__ = ['DTYPES', 'MAX_PROMPT_LEN', 'MAX_CONCURRENCY', 'RESEND_OUTPUT_LEN', 'CHECK_TAIL', 'TOKEN_CHECKS', 'LOGIT_CHECKS',
-           'LOGIT_LIMIT', 'Progress', 'TTFTConfig', 'check_config', 'resolve', 'read_text', 'cut_prompts',
-           'point_prompts', 'check_question', 'resend_prompt', 'Run', 'send', 'spread', 'run_numbers', 'summarize',
-           'change', 'ForwardCost', 'fit_cost', 'Plan', 'predict', 'predict_changes', 'differing', 'judge_shares',
-           'relative_differences', 'short_resend', 'judge_logits', 'blocks_needed', 'make_llm', 'Point',
-           'ExperimentRuns', 'ExperimentChecks', 'Experiment', 'total_tokens', 'point_report', 'paired_changes',
-           'check_points', 'check_logits', 'sentence', 'cpu_name', 'version_of', 'git_commit', 'describe_machine',
-           'TTFTResult', 'engine_facts', 'cost_points', 'predictions', 'run_ttft']
+__all__ = ['DTYPES', 'MAX_PROMPT_LEN', 'MAX_CONCURRENCY', 'MAX_NUMBER', 'RESEND_OUTPUT_LEN', 'CHECK_TAIL', 'TOKEN_CHECKS',
+           'LOGIT_CHECKS', 'LOGIT_LIMIT', 'Progress', 'TTFTConfig', 'check_config', 'resolve', 'read_text',
+           'cut_prompts', 'point_prompts', 'check_question', 'resend_prompt', 'Run', 'send', 'spread', 'run_numbers',
+           'summarize', 'change', 'ForwardCost', 'fit_cost', 'Plan', 'predict', 'predict_changes', 'differing',
+           'judge_shares', 'relative_differences', 'short_resend', 'judge_logits', 'blocks_needed', 'make_llm',
+           'free_memory', 'memory_needed', 'check_memory', 'Point', 'ExperimentRuns', 'ExperimentChecks', 'Experiment',
+           'total_tokens', 'point_report', 'paired_changes', 'check_points', 'check_logits', 'sentence', 'cpu_name',
+           'version_of', 'git_commit', 'describe_machine', 'TTFTResult', 'engine_facts', 'cost_points', 'predictions',
+           'run_points', 'run_ttft']
 
 # %% ../nbs/09_ttft.ipynb #f7ec5f50
 @dataclass(frozen=True, kw_only=True)
@@ -107,20 +108,25 @@ def check_config(config: TTFTConfig) -> None:
                 raise ValueError(f"{name} is {value}; it must be at most {most}")
     least = {"output_len": 1, "block_size": 1, "budget": 1, "repeats": 1, "warmup": 0, "waves": 1, "check_requests": 0}
     for name, minimum in least.items():
-        if getattr(config, name) is not None:
-            check_int(name, getattr(config, name), minimum)
+        value = getattr(config, name)
+        if value is not None:
+            check_int(name, value, minimum)
+            if value > MAX_NUMBER:
+                raise ValueError(f"{name} is {value}; it must be at most {MAX_NUMBER}")
     for name, choices in (("dtype", DTYPES), ("token_check", TOKEN_CHECKS)):
         if getattr(config, name) not in (None, *choices):
             raise ValueError(f"{name} is {getattr(config, name)!r}; it must be one of {', '.join(choices)}")
     for name in ("config", "prompts"):
         path = getattr(config, name)
-        if path is not None and (not Path(path).exists() or Path(path).is_dir()):
+        if path is not None and (os.path.isdir(path) or not os.access(path, os.R_OK)):
             raise ValueError(f"{name} is {path!r}; it must be a file that can be read")
 
 # %% ../nbs/09_ttft.ipynb #e98bcef6
 def resolve(config: TTFTConfig) -> TTFTConfig:
     """The same experiment with every None replaced. Raises `ValueError` for a device that is not there."""
-    name = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = config.device
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -157,10 +163,16 @@ def cut_prompts(text: bytes, count: int, length: int, vocab_size: int) -> list[l
     """`count` prompts of `length` token ids. Raises `ValueError` when two of them start with the same 64 tokens."""
     spacing = length if count * length <= len(text) else max(1, len(text) // count)
     ring = np.frombuffer(text, dtype=np.uint8).astype(np.int64) % vocab_size
-    prompts = [np.take(ring, range(i * spacing, i * spacing + length), mode="wrap").tolist() for i in range(count)]
-    if len({tuple(prompt[:64]) for prompt in prompts}) < count:
-        raise ValueError(f"prompts has {len(text)} bytes; {count} prompts of {length} tokens cut from it start alike")
-    return prompts
+
+    def cut(start: int, length: int) -> list[int]:
+        return np.take(ring, range(start, start + length), mode="wrap").tolist()
+
+    if len({tuple(cut(i * spacing, min(length, 64))) for i in range(count)}) < count:
+        raise ValueError(
+            f"prompts has {len(text)} bytes; {count} prompts of {length} tokens cut from it start alike, so it must be "
+            "more text, or they fewer or longer"
+        )
+    return [cut(i * spacing, length) for i in range(count)]
 
 # %% ../nbs/09_ttft.ipynb #07d7b67a
 def point_prompts(config: TTFTConfig, length: int, concurrency: int) -> list[list[int]]:
@@ -441,6 +453,60 @@ def make_llm(config: TTFTConfig) -> LLM:
     size = LLM(model, num_blocks=2, **limits).attention_block_size
     return LLM(model, num_blocks=blocks_needed(config, size), **limits)
 
+# %% ../nbs/09_ttft.ipynb #51a436d2
+def free_memory(device: str) -> int | None:
+    """Bytes that can still be had on a device, or None where nobody says."""
+    if torch.device(device).type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def memory_needed(config: TTFTConfig) -> tuple[int, int]:
+    """Bytes that the weights and the caches of a resolved experiment take."""
+    model, dtype = config.model_config, getattr(torch, config.dtype)
+    heads, dim = model.num_heads, model.head_dim
+    state = MambaSpec(
+        block_size=config.block_size,
+        shapes=((3 * heads * dim, model.conv_width - 1), (heads, dim, dim)),
+        dtypes=(dtype, torch.float32),
+    ).page_size_bytes
+    token = (model.kv_lora_rank + model.qk_rope_head_dim) * dtype.itemsize
+    size, full = fit_attention_block_size(config.block_size, state, token), sum(model.is_full_attention)
+    block = max(full, model.num_layers - full) * max(state, size * token)
+    return model.num_parameters() * dtype.itemsize, blocks_needed(config, size) * block
+
+# %% ../nbs/09_ttft.ipynb #90d1f8da
+def check_memory(config: TTFTConfig) -> None:
+    """Raise `ValueError` when a resolved experiment does not fit in the device's memory, naming the field to lower."""
+    free, (weights, caches) = free_memory(config.device), memory_needed(config)
+    if free is None or weights + caches <= free:
+        return
+    there = f"and {free / 2**30:.2f} GiB are free on {config.device}"
+    if weights > free:
+        name = "config" if config.config else "preset"
+        raise ValueError(
+            f"{name} is {getattr(config, name)!r}; it must be a smaller model: the weights take "
+            f"{weights / 2**30:.2f} GiB in {config.dtype}, {there}"
+        )
+    without = {name: replace(config, **{name: 1}) for name in ("output_len", "waves", "block_size")}
+    without |= {name: replace(config, **{name: (1,)}) for name in ("concurrency", "prompt_len")}
+    name = min(without, key=lambda name: memory_needed(without[name])[1])
+    value = getattr(config, name)
+    raise ValueError(
+        f"{name} is {max(value) if isinstance(value, tuple) else value}; it must be lower: weights and caches take "
+        f"{(weights + caches) / 2**30:.2f} GiB, {there}"
+    )
+
 # %% ../nbs/09_ttft.ipynb #7b1bd360
 @dataclass
 class Point:
@@ -710,13 +776,15 @@ def version_of(package: str) -> str | None:
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout this package runs from, with "+" when files differ from it.
+    """What the environment variable `KDA_CKPT_COMMIT` says, or the commit of the checkout this package runs from.
 
-    Outside of a checkout, what the environment variable `KDA_CKPT_COMMIT` says, or None.
+    The latter with "+" when files differ from it; None outside of a checkout.
     """
+    if commit := os.environ.get("KDA_CKPT_COMMIT"):
+        return commit
     root = Path(kda_ckpt.__file__).resolve().parent.parent
     if not (root / ".git").exists():
-        return os.environ.get("KDA_CKPT_COMMIT")
+        return None
     try:
         git = ["git", "-C", str(root)]
         run = {"capture_output": True, "text": True, "timeout": 10, "check": True}
@@ -749,6 +817,7 @@ class TTFTResult:
     engine: backend, model and cache sizes as they came out; cost: `ForwardCost` and the forwards it was fitted to
     points: one entry for each prompt length and concurrency; failures: what a check found wrong
     seconds: what the whole experiment took, building the model included
+    stopped: why it ended after these points and before the others: "interrupted", or an error; None: it did not
     """
 
     config: dict[str, Any]
@@ -760,15 +829,21 @@ class TTFTResult:
     failures: list[str]
     sentences: list[str]
     seconds: float
+    stopped: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all points were measured."""
+        return self.stopped is None
 
     @property
     def ok(self) -> bool:
-        """Whether all checks passed."""
-        return not self.failures
+        """Whether all points were measured and all checks passed."""
+        return self.complete and not self.failures
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
-        return asdict(self) | {"ok": self.ok}
+        return asdict(self) | {"complete": self.complete, "ok": self.ok}
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
@@ -817,20 +892,37 @@ def predictions(point: Point, config: TTFTConfig, llm: LLM, cost: ForwardCost) -
     return {"predicted": predict_changes(plan, cost), "predicted_tokens_only": predict_changes(plan, tokens_only)}
 
 # %% ../nbs/09_ttft.ipynb #7fe1d28c
+def run_points(experiment: Experiment) -> tuple[list[Point], str | None]:
+    """All points of an experiment; or those before an interrupt or an error, and which it was. Raises it in the first."""
+    config, points = experiment.config, []
+    try:
+        for length in config.prompt_len:
+            for concurrency in config.concurrency:
+                points.append(experiment.run_point(length, concurrency))
+    except (KeyboardInterrupt, RuntimeError, MemoryError) as error:
+        if not points:
+            raise
+        why = str(error) or type(error).__name__
+        return points, "interrupted" if isinstance(error, KeyboardInterrupt) else why
+    return points, None
+
+
 def run_ttft(config: TTFTConfig, *, llm: LLM | None = None, progress: Progress | None = None) -> TTFTResult:
     """Measure TTFT, throughput and latency, split against internal, and check that both give the same tokens.
 
     llm: an engine to use instead of a new one; it must have the config's block size and budget, and room
     progress: called after every forward with its tokens and what is running; `total_tokens` says how many to expect
-    Raises `ValueError` or `RuntimeError` for a config that cannot run; failed checks are in the result.
+    Raises `ValueError` or `RuntimeError` for a config that cannot run; failed checks are in the result. An interrupt or
+    an error in a later point gives a result of the points before it, whose `stopped` says why; in the first it is raised.
     """
     started, config = time.perf_counter(), resolve(config)
-    grid = [(length, concurrency) for length in config.prompt_len for concurrency in config.concurrency]
+    if llm is None:
+        check_memory(config)
     check_question(config)
     llm = llm or make_llm(config)
     experiment = Experiment(config, llm, progress)
     experiment.warm_up()
-    points = [experiment.run_point(length, concurrency) for length, concurrency in grid]
+    points, stopped = run_points(experiment)
     calmest = min(point.concurrency for point in points)
     steps = [step for point in points if point.concurrency == calmest for step in point.steps]
     cost = fit_cost(steps)
@@ -846,4 +938,5 @@ def run_ttft(config: TTFTConfig, *, llm: LLM | None = None, progress: Progress |
         failures=failures,
         sentences=[sentence(report, cost) for report in reports],
         seconds=time.perf_counter() - started,
+        stopped=stopped,
     )

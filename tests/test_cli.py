@@ -114,7 +114,19 @@ def test_start_continues_a_request() -> None:
     "arguments, named",
     [
         (["explain", "0"], "prompt_len"),
-        (["explain", "many"], "prompt_len"),
+        (["explain", "many"], "PROMPT_LEN is 'many'; it must be a whole number"),
+        (["explain", "1e3"], "PROMPT_LEN is '1e3'; it must be a whole number"),
+        (["explain", ""], "PROMPT_LEN is ''; it must be a whole number"),
+        (["explain", "10", "--out", ""], "--out is ''"),
+        (["ttft", "--out", ""], "--out is ''"),
+        (["ttft", "--config", ""], "--config is ''"),
+        (["ttft", "--prompts", "x" * 5000], "--prompts is 'xxx"),
+        (["ttft", "--device", ""], "--device is ''"),
+        (["ttft", "--concurrency", "1,,4"], "--concurrency is '1,,4'"),
+        (["ttft", "--output-len", "9" * 3000], "--output-len is 999"),
+        (["ttft", "--waves", "999999999", "--device", "cpu"], "--waves is 999999999; it must be lower"),
+        (["conformance", ""], "FILES is ''; it must be a file"),
+        (["conformance", "no/such/file"], "FILES is 'no/such/file'; it must be a file"),
         (["explain", "10", "--block-size", "0"], "--block-size"),
         (["explain", "10", "--budget", "0"], "--budget"),
         (["explain", "10", "--start", "10"], "--start is 10; it must be less than PROMPT_LEN = 10"),
@@ -151,6 +163,45 @@ def test_bad_input_is_one_line_and_2(run, monkeypatch, arguments: list[str], nam
     assert code == 2 and out == ""
     assert err.startswith("kda-ckpt: error: ") and err.count("\n") == 1
     assert named.lower() in err.lower()
+
+
+@pytest.mark.parametrize("value", ["word", "1e3", "1.5", "", " ", "1,,4", "nan", "9" * 5000])
+@pytest.mark.parametrize(
+    "command, options",
+    [
+        (
+            ("explain", "10"),
+            "--block-size --budget --start --cached --attention-block-size --alignment --hash-block-size "
+            "--long-prefill-token-threshold",
+        ),
+        (("ttft",), "--output-len --block-size --budget --repeats --warmup --waves --seed"),
+    ],
+)
+def test_what_is_no_number_is_named(run, command: tuple[str, ...], options: str, value: str) -> None:
+    for option in options.split():
+        code, out, err = run(*command, f"{option}={value}")
+        assert (code, out) == (2, "")
+        assert err == f"kda-ckpt: error: {option} is {value!r}; it must be a whole number, as in 1536\n"
+
+
+def test_no_place_to_write_is_found_before(run, monkeypatch, tmp_path) -> None:
+    """A directory where a file must go, a file where a directory must go: known before the work, and nothing is left."""
+    monkeypatch.setattr("kda_ckpt.ttft.run_ttft", lambda *args, **kwargs: pytest.fail("work was begun"))
+    monkeypatch.setattr("kda_ckpt.explain.explain", lambda *args: pytest.fail("work was begun"))
+    for name in ("ttft.json", "ttft.png"):
+        out = tmp_path / name.replace(".", "_")
+        (out / name).mkdir(parents=True)
+        code, _, err = run("ttft", *SMALL, "--out", out)
+        assert code == 2 and f"--out is '{out}'; it must be a directory in which {name} can be written" in err
+        assert [path.name for path in out.iterdir()] == [name]
+    (tmp_path / "file").write_text("kept")
+    code, _, err = run("ttft", *SMALL, "--out", tmp_path / "file")
+    assert code == 2 and "it must be a directory that can be written" in err
+    (tmp_path / "x.png").mkdir()
+    for picture in (tmp_path / "x.png", tmp_path / "file" / "x.png", tmp_path / ("x" * 300 + ".png")):
+        code, out, err = run("explain", "10", "--out", picture)
+        assert (code, out) == (2, "") and f"--out is '{picture}'; it must be a file that can be written" in err
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_bad_files_are_one_line_and_2(run, tmp_path) -> None:
@@ -200,6 +251,37 @@ def test_ttft_takes_a_config_file(run, tmp_path) -> None:
     assert code == 0 and json.loads(out)["config"]["config"] == str(path)
 
 
+@pytest.mark.parametrize("error, code", [(KeyboardInterrupt(), 130), (RuntimeError("[no] such kernel\nat all"), 1)])
+def test_complete_points_are_shown_and_written(run, monkeypatch, tmp_path, error: BaseException, code: int) -> None:
+    from kda_ckpt.ttft import Experiment
+
+    run_point = Experiment.run_point
+
+    def stops(self, length: int, concurrency: int):
+        if concurrency == 2:
+            raise error
+        return run_point(self, length, concurrency)
+
+    monkeypatch.setattr(Experiment, "run_point", stops)
+    found, out, err = run("ttft", *SMALL, "--out", tmp_path)
+    assert found == code and "200 x 1" in out and "200 x 2" not in out and "wrote" in err
+    assert "Incomplete: the experiment ended after 1 of its 2 points: " in out
+    assert ("interrupted" if code == 130 else "[no] such kernel at all") in out
+    stored = json.loads((tmp_path / "ttft.json").read_text())
+    assert stored["complete"] is False and [point["concurrency"] for point in stored["points"]] == [1]
+    assert (tmp_path / "ttft.png").stat().st_size > 1000
+
+
+def test_without_a_complete_point_nothing_is_written(run, monkeypatch, tmp_path) -> None:
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kda_ckpt.ttft.Experiment.run_point", interrupted)
+    code, out, err = run("ttft", *SMALL, "--out", tmp_path)
+    assert code == 130 and out == "" and err.endswith("kda-ckpt: error: interrupted\n")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_failed_check_is_1(run, monkeypatch, tmp_path) -> None:
     from kda_ckpt.backends import TorchBackend
 
@@ -226,6 +308,15 @@ def test_results_from_before_logits_were_compared_can_be_read() -> None:
         result = json.loads(path.read_text())
         result["checks"].pop("logits", None)
         assert len(list(cli.check_lines(result))) == 3
+
+
+def test_results_from_before_they_could_be_incomplete_can_be_printed(capsys) -> None:
+    for path in (Path(__file__).parent.parent / "nbs" / "results").glob("ttft_*.json"):
+        result = json.loads(path.read_text())
+        for name in ("complete", "stopped"):
+            result.pop(name, None)
+        cli.print_ttft(cli.consoles(as_json=False)[0], result)
+        assert "Incomplete" not in capsys.readouterr().out
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch) -> None:

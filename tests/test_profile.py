@@ -97,6 +97,20 @@ def test_machine_facts_name_the_commit(monkeypatch):
     assert facts().keys() == {"gpu", "torch", "triton", "cuda", "python", "commit", "date"}
 
 
+def test_experts_are_watched_without_any_graph():
+    """Also those of a short prefill, which would replay a graph."""
+
+    def replayed(*args):
+        pytest.fail("a graph was replayed")
+
+    replayed.takes = lambda meta: True
+    llm = LLM("tiny", device="cpu", backend="torch", block_size=32)
+    llm.decode_graphs = llm.prefill_graphs = replayed
+    profile_model.begin(llm, [20], 1)
+    assert profile_model.expert_counts(llm).sum() == 3 * 20 * 2
+    assert llm.decode_graphs is llm.prefill_graphs is replayed
+
+
 def test_profile_on_the_cpu(monkeypatch):
     monkeypatch.setattr(fused, "USE_KERNELS", fused.USE_KERNELS)
     choose, saved = layers.choose_experts, []

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,12 +24,16 @@ from kda_ckpt.ttft import (
     TTFTConfig,
     change,
     check_logits,
+    check_memory,
     check_points,
     cut_prompts,
     fit_cost,
+    free_memory,
+    git_commit,
     judge_logits,
     judge_shares,
     make_llm,
+    memory_needed,
     point_prompts,
     predict,
     predict_changes,
@@ -125,6 +130,106 @@ def test_other_shapes(budget: int, waves: int, length: int) -> None:
     assert point["predicted"]["forwards_per_prefill"] == pytest.approx(
         100 * (measured["internal"] / measured["split"] - 1)
     )
+
+
+def stopping(after: int, error: BaseException):
+    """An `Experiment.run_point` that raises once `after` points are complete."""
+    done, run_point = [], Experiment.run_point
+
+    def run_or_stop(self, length: int, concurrency: int) -> Point:
+        if len(done) == after:
+            raise error
+        done.append(run_point(self, length, concurrency))
+        return done[-1]
+
+    return run_or_stop
+
+
+@pytest.mark.parametrize(
+    "error, stopped",
+    [
+        (KeyboardInterrupt(), "interrupted"),
+        (RuntimeError("no such kernel"), "no such kernel"),
+        (torch.OutOfMemoryError("out of memory"), "out of memory"),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_complete_points_are_kept(monkeypatch, error: BaseException, stopped: str) -> None:
+    """An interrupt or an error in the second point gives a whole result of the first; in the first it is raised."""
+    config = replace(SMALL, repeats=1)
+    monkeypatch.setattr(Experiment, "run_point", stopping(1, error))
+    result = run_ttft(config)
+    assert [point["concurrency"] for point in result.points] == [1] and len(result.sentences) == 1
+    assert result.stopped == stopped and not result.complete and not result.ok and not result.failures
+    stored = json.loads(json.dumps(result.to_dict()))
+    assert stored["complete"] is False and stored["ok"] is False and stored["stopped"] == stopped
+    assert draw_ttft(stored) and draw_cost(stored)
+    monkeypatch.setattr(Experiment, "run_point", stopping(0, error))
+    with pytest.raises(type(error)):
+        run_ttft(config)
+
+
+def test_a_bug_is_no_early_end(monkeypatch) -> None:
+    monkeypatch.setattr(Experiment, "run_point", stopping(1, KeyError("a bug")))
+    with pytest.raises(KeyError, match="a bug"):
+        run_ttft(replace(SMALL, repeats=1))
+
+
+@pytest.mark.parametrize("preset", ["tiny", "small"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("block_size, length", [(1536, 3000), (48, 200), (7, 50)])
+def test_memory_is_known_before(preset: str, dtype: str, block_size: int, length: int) -> None:
+    config = resolve(replace(SMALL, preset=preset, dtype=dtype, block_size=block_size, prompt_len=(length,)))
+    llm, (weights, caches) = make_llm(config), memory_needed(config)
+    assert caches == llm.cache.config.memory_bytes
+    assert weights == pytest.approx(sum(w.numel() * w.itemsize for w in llm.model.parameters()), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"concurrency": (1, 1000)}, "concurrency is 1000"),
+        ({"waves": 1000}, "waves is 1000"),
+        ({"prompt_len": (8000, 10**6)}, "prompt_len is 1000000"),
+        ({"output_len": 10**6}, "output_len is 1000000"),
+        ({"block_size": 10**7}, "block_size is 10000000"),
+        ({"preset": "kimi_linear_48b"}, "preset is 'kimi_linear_48b'"),
+    ],
+)
+def test_what_does_not_fit_is_not_begun(monkeypatch, changes: dict, named: str) -> None:
+    """The error names the field to lower, what is needed and what is there, before even a prompt is cut."""
+    usual = replace(SMALL, prompt_len=(8000,), block_size=1536)
+    check_memory(resolve(usual))
+    for begun in ("point_prompts", "make_llm"):
+        monkeypatch.setattr(f"kda_ckpt.ttft.{begun}", lambda *args: pytest.fail("work was begun"))
+    monkeypatch.setattr("kda_ckpt.ttft.free_memory", lambda device: 2**28)
+    config = resolve(replace(usual, **changes))
+    weights, caches = memory_needed(config)
+    needed = weights if "preset" in changes else weights + caches
+    with pytest.raises(ValueError, match=f"^{named}; it must be") as raised:
+        run_ttft(config)
+    assert f" {needed / 2**30:.2f} GiB" in str(raised.value) and "0.25 GiB are free on cpu" in str(raised.value)
+
+
+def test_memory_that_nobody_knows_is_enough(monkeypatch) -> None:
+    assert 2**20 < free_memory("cpu") < 2**50
+    monkeypatch.setattr("kda_ckpt.ttft.free_memory", lambda device: None)
+    check_memory(resolve(replace(SMALL, concurrency=(1024,), prompt_len=(2**20,))))
+
+
+def test_free_memory_of_a_gpu(monkeypatch) -> None:
+    """What the driver has, and what torch keeps without using it."""
+    for name, found in (("mem_get_info", (500, 1000)), ("memory_reserved", 300), ("memory_allocated", 100)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+    assert free_memory("cuda:1") == 500 + 300 - 100
+
+
+def test_the_commit_can_be_given(monkeypatch) -> None:
+    found = git_commit()
+    monkeypatch.setenv("KDA_CKPT_COMMIT", "abc123")
+    assert git_commit() == "abc123"
+    monkeypatch.setenv("KDA_CKPT_COMMIT", "")
+    assert git_commit() == found or found == "abc123"
 
 
 def test_one_engine_for_several_experiments() -> None:
@@ -275,6 +380,13 @@ def test_defaults_follow_the_device() -> None:
         ({"prompts": "no/such/file"}, "prompts"),
         ({"config": "no/such/file"}, "config"),
         ({"preset": "huge"}, "preset"),
+        ({"prompts": "x" * 5000}, "prompts"),
+        ({"output_len": 10**3000}, "output_len"),
+        ({"block_size": 2**30 + 1}, "block_size"),
+        ({"budget": 10**26}, "budget"),
+        ({"repeats": 10**26}, "repeats"),
+        ({"waves": 2**30}, "waves"),
+        ({"device": ""}, "device"),
         ({"device": "abacus"}, "device"),
         ({"device": "cuda:99"}, "device"),
         ({"backend": "abacus"}, "backend"),

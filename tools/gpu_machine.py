@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import platform
 
 import torch
@@ -17,14 +16,14 @@ except ImportError:
 
 
 def facts() -> dict:
-    """GPU, versions, commit and date. KDA_CKPT_COMMIT says the commit where there is no checkout."""
+    """GPU, versions, commit and date. If KDA_CKPT_COMMIT is set, it says the commit."""
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
         "triton": triton and triton.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "commit": os.environ.get("KDA_CKPT_COMMIT") or git_commit() or "unknown",
+        "commit": git_commit() or "unknown",
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
 

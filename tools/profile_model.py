@@ -27,7 +27,7 @@ from bounds import bound, expert_statistics, operations, traffic
 from gpu_machine import machine
 
 from kda_ckpt import fused, layers
-from kda_ckpt.engine import LLM, DecodeGraphs, SamplingParams, build_model
+from kda_ckpt.engine import LLM, DecodeGraphs, PrefillGraphs, SamplingParams, build_model
 from kda_ckpt.metadata import Row
 
 KINDS = {
@@ -141,12 +141,12 @@ def watched_experts() -> Iterator[list[torch.Tensor]]:
 
 def expert_counts(llm: LLM) -> torch.Tensor:
     """Tokens [layers, experts] that each expert gets in the next step, which runs without CUDA graphs."""
-    graphs, llm.decode_graphs = llm.decode_graphs, None
+    graphs, llm.decode_graphs, llm.prefill_graphs = (llm.decode_graphs, llm.prefill_graphs), None, None
     try:
         with watched_experts() as found:
             llm.step()
     finally:
-        llm.decode_graphs = graphs
+        llm.decode_graphs, llm.prefill_graphs = graphs
     number = llm.model.config.num_experts
     return torch.stack([torch.bincount(experts.cpu().flatten(), minlength=number) for experts in found])
 
@@ -235,7 +235,9 @@ def measured(llm: LLM, cases: Sequence, result: dict, way: str, repeats: int, to
     """All cases of one way, put into `result` and saved one by one. False if any of them failed: its error is in its place."""
     fused.USE_KERNELS = way == "fused"
     if llm.decode_graphs is not None:  # graphs of the other way
-        llm.decode_graphs = DecodeGraphs(llm.model, llm.attention_block_size)
+        llm.decode_graphs, llm.prefill_graphs = DecodeGraphs(llm.model, llm.attention_block_size), None
+        if PrefillGraphs.possible(llm.model):
+            llm.prefill_graphs = PrefillGraphs(llm.model, llm.attention_block_size)
     done = result["ways"][way] = []
     for kind, lengths in cases:
         name = f"{kind}, {lengths[0]} tokens" + (f", {len(lengths)} rows" if len(lengths) > 1 else "")
