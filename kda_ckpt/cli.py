@@ -449,7 +449,7 @@ def print_ttft(console: Console, result: dict[str, Any]) -> None:
 # %% ../nbs/10_cli.ipynb #47054ccb
 @app.command()
 def ttft(
-    preset: Annotated[str, typer.Option(help="Model shape: tiny, small, ... or kimi_linear_48b.")] = "tiny",
+    preset: Annotated[str, typer.Option(help="Model shape: tiny, small or kimi_linear_48b.")] = "tiny",
     config: Annotated[Path | None, file("JSON file with a model's shape, instead of a preset.")] = None,
     prompts: Annotated[Path | None, file("Text to cut prompts from.", show_default="Python's own help topics")] = None,
     concurrency: Annotated[str, typer.Option(help="Requests in flight.")] = "1,4,16",

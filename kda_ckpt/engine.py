@@ -270,7 +270,10 @@ class GraphShape(NamedTuple):
 
 # %% ../nbs/08_engine.ipynb #9ce783a2
 def with_nobody(meta: BatchMetadata, shape: GraphShape, block_size: int) -> BatchMetadata:
-    """A batch in the fixed sizes of `shape`, with a last row of nobody. block_size: tokens per column of the block table."""
+    """A batch in the fixed sizes of `shape`, with a last row of nobody. block_size: tokens per column of the block table.
+
+    For kernels only: the lengths on the host are bounds, by which the plain forms would split rows wrongly.
+    """
     kda, attention, n = meta.kda, meta.attention, shape.decodes
     empty, checkpoint = [0] * shape.prefills, kda.checkpoint
     if checkpoint is not None:
@@ -543,7 +546,8 @@ class EngineForward(EngineRequests):
     def _keep_logits(self, request: Request, logits: torch.Tensor) -> None:
         """Copy the logits of a request's next token to its place, whatever a step that failed has left there."""
         position = len(request.token_ids) - request.num_prompt_tokens
-        self._outputs[request.request_id].logits[position:] = [logits.to("cpu", torch.float32, copy=True)]
+        with torch.inference_mode(False):  # an ordinary tensor, which its owner may change
+            self._outputs[request.request_id].logits[position:] = [logits.to("cpu", torch.float32, copy=True)]
 
     def _draw(self, request: Request, logits: torch.Tensor) -> int:
         """One token at the request's temperature; which one depends on its seed and the token's position alone.

@@ -565,8 +565,8 @@ def store_latents(
     if uses_kernels(latent):
         return store_latents_triton(latent, shared, weight, eps, cache, slots)
     out, page = torch.cat([rms_norm(latent, weight, eps), shared], dim=-1), cache.shape[1]
-    at = slots.clamp(min=0)
-    cache[at // page, at % page] = torch.where((slots >= 0)[:, None], out, cache[0, 0])
+    kept = slots[slots >= 0]
+    cache[kept // page, kept % page] = out[slots >= 0].to(cache.dtype)
     return out
 
 # %% ../nbs/07_fused_ops.ipynb #b0b2f878

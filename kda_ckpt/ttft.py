@@ -41,8 +41,8 @@ __all__ = ['DTYPES', 'MAX_PROMPT_LEN', 'MAX_CONCURRENCY', 'MAX_NUMBER', 'RESEND_
            'judge_shares', 'relative_differences', 'short_resend', 'judge_logits', 'blocks_needed', 'make_llm',
            'free_memory', 'memory_needed', 'check_memory', 'Point', 'ExperimentRuns', 'ExperimentChecks', 'Experiment',
            'total_tokens', 'point_report', 'paired_changes', 'check_points', 'check_logits', 'sentence', 'cpu_name',
-           'version_of', 'git_commit', 'describe_machine', 'TTFTResult', 'engine_facts', 'cost_points', 'predictions',
-           'run_points', 'run_ttft']
+           'version_of', 'git_commit', 'describe_machine', 'TTFTResult', 'engine_facts', 'check_engine', 'cost_points',
+           'predictions', 'run_points', 'run_ttft']
 
 # %% ../nbs/09_ttft.ipynb #f7ec5f50
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class TTFTConfig:
     budget: tokens of a step; waves: prompts sent per request in flight
     repeats: timed pairs of runs; warmup: untimed ones before each point; output_len: tokens sampled per request
     token_check: "exact", or "share" (see `judge_shares`), which also measures the natural spread of logits
-    check_requests: so many prompts of a point are computed again for the checks, untimed
+    check_requests: so many prompts of a point are computed again for the checks, untimed; by default 2, or 16 with "share"
     What is None is chosen for the device by `resolve`.
     """
 
@@ -74,7 +74,7 @@ class TTFTConfig:
     dtype: str | None = None
     seed: int = 0
     token_check: str | None = None
-    check_requests: int = 2
+    check_requests: int | None = None
 
     def __post_init__(self) -> None:
         check_config(self)
@@ -143,6 +143,8 @@ def resolve(config: TTFTConfig) -> TTFTConfig:
         "warmup": 1 if gpu else 0,
         "token_check": "exact" if dtype == "float32" and not gpu else "share",
     }
+    policy = config.token_check or defaults["token_check"]
+    defaults["check_requests"] = 2 if policy == "exact" else 16
     missing = {key: value for key, value in defaults.items() if getattr(config, key) is None}
     return replace(config, device=name, dtype=dtype, **missing)
 
@@ -280,6 +282,7 @@ def run_numbers(run: Run, prompt_tokens: int) -> dict[str, float]:
 def summarize(runs: Sequence[Run], prompt_tokens: int) -> dict[str, Any]:
     """All runs of one way at one point; `prompt_tokens` is the sum over one run's prompts."""
     prefill = [step for run in runs for step in run.prefill_steps]
+    prefill = prefill or [step for run in runs for step in run.steps]  # a tail of one token runs as a decode row
     return {
         "ttft": spread([value for run in runs for value in run.ttft]),
         "latency": spread([value for run in runs for value in run.latency]),
@@ -318,9 +321,8 @@ def fit_cost(steps: Sequence[StepStats]) -> ForwardCost:
     """Fit the cost of forwards to measured ones; without two different sizes the fixed part is taken as 0."""
     decode = [step.seconds for step in steps if not step.num_prefill_rows]
     sizes: dict[int, list[float]] = {}
-    for step in steps:
-        if step.num_prefill_rows:
-            sizes.setdefault(step.num_tokens, []).append(step.seconds)
+    for step in [step for step in steps if step.num_prefill_rows] or steps:
+        sizes.setdefault(step.num_tokens, []).append(step.seconds)
     tokens, seconds = np.array(list(sizes), dtype=float), np.array([np.median(times) for times in sizes.values()])
     fixed, per_token = 0.0, float(np.mean(seconds / tokens))
     if len(sizes) > 1:
@@ -349,7 +351,7 @@ class Plan:
 
 def predict(plan: Plan, way: str, cost: Callable[[int], float], decode: float) -> dict[str, float]:
     """Mean TTFT and latency in seconds, and forwards per prefill, if a forward takes `cost(tokens)` seconds."""
-    limits = SchedulerConfig(plan.budget, max_model_len=plan.prompt_len + plan.output_len)
+    limits = SchedulerConfig(plan.budget, plan.concurrency + 1, max_model_len=plan.prompt_len + plan.output_len)
     sizes = {"block_size": plan.block_size, "attention_block_size": plan.attention_block_size}
     rules = {"alignment": plan.alignment, "whole_blocks": plan.whole_blocks}
     scheduler = bookkeeping(way, limits, **sizes, **rules, num_blocks=plan.num_blocks)
@@ -390,15 +392,16 @@ def differing(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], mo
 def judge_shares(between: Sequence[float], baseline: Sequence[float], policy: str) -> dict[str, Any]:
     """Whether the differing shares `between` two ways pass.
 
-    policy: "exact" wants all 0; "share" a mean above the baseline's by no more than two standard errors of the difference
-    "ok" is None when both share and limit are above one half: where rounding alone changes most tokens, a large share can't tell.
+    policy: "exact" wants all 0; "share" a mean above the baseline's by no more than two of the baseline's standard errors, whose
+    variance is taken no smaller than if one more of its requests had differed
+    "ok" is None without requests, and when both share and limit are above one half: where rounding alone changes most tokens, a
+    large share can't tell.
     """
-    share = float(np.mean(between)) if between else 0.0
-    limit = 0.0
-    if policy == "share":
-        error = sum(np.var(values) / len(values) for values in (between, baseline) if values) ** 0.5
-        limit = (float(np.mean(baseline)) if baseline else 0.0) + 2 * float(error)
-    ok = None if min(share, limit) > 0.5 else share <= limit
+    share, limit, n = float(np.mean(between)) if between else 0.0, 0.0, len(baseline)
+    if policy == "share" and baseline:
+        variance = max(float(np.var(baseline)), n / (n + 1) ** 2)
+        limit = float(np.mean(baseline)) + 2 * (variance / n) ** 0.5
+    ok = None if not between or min(share, limit) > 0.5 else share <= limit
     return {"share": share, "limit": limit, "requests": len(between), "ok": ok}
 
 # %% ../nbs/09_ttft.ipynb #4910a2ad
@@ -425,10 +428,11 @@ LOGIT_LIMIT = 0.7
 def judge_logits(differences: Sequence[float], natural: Sequence[float]) -> dict[str, Any]:
     """Whether the relative `differences` of first-token logits pass: the largest is at most `LOGIT_LIMIT`.
 
-    "ok" is None when it is not, but the `natural` spread exceeds that limit, too.
+    "ok" is None without requests, and when it is not, but the `natural` spread exceeds that limit, too.
     """
     mean, largest = (float(f(differences)) if differences else 0.0 for f in (np.mean, np.max))
     ok = largest <= LOGIT_LIMIT or (None if natural and max(natural) > LOGIT_LIMIT else False)
+    ok = ok if differences else None
     return {"mean": mean, "largest": largest, "limit": LOGIT_LIMIT, "requests": len(differences), "ok": ok}
 
 # %% ../nbs/09_ttft.ipynb #3a728f65
@@ -638,11 +642,13 @@ class Experiment(ExperimentChecks):
 # %% ../nbs/09_ttft.ipynb #ae8b66bc
 def total_tokens(config: TTFTConfig) -> int:
     """About how many tokens a resolved experiment computes; for a progress bar."""
-    total, output = 0, config.output_len
+    output = config.output_len
+    total = len(WAYS) * (min(max(config.prompt_len), 2 * config.block_size) + 1)  # the warm-up
     for length in config.prompt_len:
         for concurrency in config.concurrency:
             count = concurrency * config.waves
-            again = length % config.block_size + config.resend_output_len if length >= config.block_size else 0
+            tail = length % config.block_size or max(1, config.block_size // 5)
+            again = tail + config.resend_output_len if length >= config.block_size else 0
             total += (config.repeats + config.warmup) * len(WAYS) * count * (length + output + again)
             total += min(count, config.check_requests) * (length + config.resend_output_len) if again else 0
             total += (count + 1) * (length + output) if config.token_check == "share" else 0
@@ -664,14 +670,16 @@ def point_report(point: Point, config: TTFTConfig) -> dict[str, Any]:
         "resend": None,
     }
     if all(point.resent.values()):
-        hits = {way: summarize(runs, tokens) for way, runs in point.resent.items()}
+        again = [resend_prompt(prompt, config.block_size) for prompt in point.prompts]
+        hits = {way: summarize(runs, sum(map(len, again))) for way, runs in point.resent.items()}
         pairs = {
             way: change(
                 [run["ttft_mean"] for run in ways[way]["runs"]], [run["ttft_mean"] for run in hits[way]["runs"]]
             )
             for way in WAYS
         }
-        report["resend"] = {"tail": point.prompt_len % config.block_size, "ways": hits, "hit_vs_cold": pairs}
+        tail = len(again[0]) - point.prompt_len // config.block_size * config.block_size
+        report["resend"] = {"tail": tail, "ways": hits, "hit_vs_cold": pairs}
     return report
 
 
@@ -736,7 +744,8 @@ def sentence(point: dict[str, Any], cost: ForwardCost) -> str:
     """What a point's numbers say about the time to first token."""
     ttft, ways = point["changes"]["ttft_mean"], point["ways"]
     where = f"Prompts of {point['prompt_len']} tokens at concurrency {point['concurrency']}"
-    size = f"{ttft['percent']:+.1f} % ({ttft['low']:+.1f} to {ttft['high']:+.1f})"
+    interval = f"{ttft['low']:+.1f} to {ttft['high']:+.1f}" if len(ways["split"]["runs"]) > 1 else "one pair of runs"
+    size = f"{ttft['percent']:+.1f} % ({interval})"
     counts = (f"{ways[way]['forwards_per_prefill']:.2f}" for way in ("internal", "split"))
     forwards = "{} forwards a prefill instead of {}".format(*counts)
     fixed = f"a forward costs {1e3 * cost.fixed:.1f} ms plus {1e6 * cost.per_token:.0f} µs a token here"
@@ -866,6 +875,25 @@ def engine_facts(llm: LLM) -> dict[str, Any]:
     }
 
 
+def check_engine(config: TTFTConfig, llm: LLM) -> dict[str, str]:
+    """The device, dtype and backend of an engine. Raises `ValueError` unless it has the config's block size, budget and room."""
+    limits = llm.scheduler_config
+    for name, have, want in (
+        ("block_size", llm.block_size, config.block_size),
+        ("max_num_scheduled_tokens", limits.max_num_scheduled_tokens, config.budget),
+    ):
+        if have != want:
+            raise ValueError(f"llm has {name} {have}; it must be the config's {want}")
+    for name, have, want in (
+        ("max_num_seqs", limits.max_num_seqs, max(config.concurrency)),
+        ("max_model_len", limits.max_model_len, config.max_model_len),
+    ):
+        if have < want:
+            raise ValueError(f"llm has {name} {have}; it must be at least {want} for this config")
+    facts = engine_facts(llm)
+    return {name: facts[name] for name in ("device", "dtype", "backend")}
+
+
 def cost_points(steps: Sequence[StepStats]) -> list[list[float]]:
     """[tokens, median seconds, how many] of the forwards with prompt tokens, by size."""
     sizes: dict[int, list[float]] = {}
@@ -910,14 +938,17 @@ def run_points(experiment: Experiment) -> tuple[list[Point], str | None]:
 def run_ttft(config: TTFTConfig, *, llm: LLM | None = None, progress: Progress | None = None) -> TTFTResult:
     """Measure TTFT, throughput and latency, split against internal, and check that both give the same tokens.
 
-    llm: an engine to use instead of a new one; it must have the config's block size and budget, and room
+    llm: an engine to use instead of a new one, see `check_engine`; its device, dtype and backend replace the config's
     progress: called after every forward with its tokens and what is running; `total_tokens` says how many to expect
     Raises `ValueError` or `RuntimeError` for a config that cannot run; failed checks are in the result. An interrupt or
     an error in a later point gives a result of the points before it, whose `stopped` says why; in the first it is raised.
     """
-    started, config = time.perf_counter(), resolve(config)
+    started = time.perf_counter()
     if llm is None:
+        config = resolve(config)
         check_memory(config)
+    else:
+        config = resolve(replace(config, **check_engine(config, llm)))
     check_question(config)
     llm = llm or make_llm(config)
     experiment = Experiment(config, llm, progress)

@@ -306,7 +306,7 @@ def test_one_wrong_request_is_enough() -> None:
     assert judge_logits([0.02, 0.02, 0.02, 0.02, 1.1], natural)["ok"] is False
     assert judge_logits([0.02, float("nan")], natural)["ok"] is False
     assert judge_logits([1.1], [0.9])["ok"] is None
-    assert judge_logits([], []) == {"mean": 0.0, "largest": 0.0, "limit": 0.7, "requests": 0, "ok": True}
+    assert judge_logits([], []) == {"mean": 0.0, "largest": 0.0, "limit": 0.7, "requests": 0, "ok": None}
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_share_policy_in_bfloat16() -> None:
     assert result.checks["baseline_share"] is not None
     assert result.checks["cold"]["requests"] == 4 and result.checks["cold"]["limit"] >= result.checks["baseline_share"]
     logits = result.checks["logits"]
-    assert logits["natural"]["requests"] == 2 and 0 < logits["natural"]["largest"] < 0.7
+    assert logits["natural"]["requests"] == 4 and 0 < logits["natural"]["largest"] < 0.7
     assert all(logits[name]["ok"] and logits[name]["limit"] == 0.7 for name in LOGIT_CHECKS)
 
 
@@ -355,7 +355,35 @@ def test_shares_are_judged() -> None:
     assert not judge_shares([0.0, 0.01], [0.5, 0.5], "exact")["ok"]
     assert judge_shares([0.3, 0.1], [0.2, 0.2], "share")["ok"]
     assert not judge_shares([0.9] * 8, [0.1] * 8, "share")["ok"]
-    assert judge_shares([], [], "share")["ok"]
+    assert judge_shares([], [], "share")["ok"] is None
+    for wrong, requests in ((1, 80), (3, 80), (3, 16)):
+        found = judge_shares([1.0] * wrong + [0.0] * (requests - wrong), [0.0] * requests, "share")
+        assert found["ok"] is (wrong == 1)
+
+
+def test_an_engine_must_be_the_configs():
+    llm = make_llm(resolve(replace(SMALL, concurrency=(1,))))
+    for other, name in (
+        ({"block_size": 96}, "block_size"),
+        ({"budget": 100}, "max_num_scheduled_tokens"),
+        ({"concurrency": (9,)}, "max_num_seqs"),
+        ({"prompt_len": (9000,)}, "max_model_len"),
+    ):
+        with pytest.raises(ValueError, match=f"llm has {name}"):
+            run_ttft(replace(SMALL, **{"concurrency": (1,)} | other), llm=llm)
+
+
+def test_a_tail_of_one_token_gives_numbers():
+    size = SMALL.block_size
+    config = replace(SMALL, concurrency=(1,), prompt_len=(1, 2 * size + 1), repeats=1)
+    text = json.dumps(run_ttft(config).to_dict(), allow_nan=False)
+    assert json.loads(text)["points"][1]["resend"]["tail"] == 1
+
+
+def test_a_point_at_many_requests_is_replayed_with_as_many():
+    plan = Plan(prompt_len=10, output_len=1, concurrency=300, waves=1, block_size=96, attention_block_size=48, budget=200000,
+                alignment=1, num_blocks=10000)  # fmt: skip
+    assert predict(plan, "internal", lambda tokens: tokens, 1.0)["ttft_mean"] == 3000
 
 
 def test_defaults_follow_the_device() -> None:
