@@ -256,7 +256,7 @@ def explain(
         draw_explanation(explanation).savefig(out)
         notes.print(f"wrote {out}")
 
-
+# %% ../nbs/10_cli.ipynb #1529125d
 def check_writable(path: Path) -> None:
     """Raise `OSError` when a file cannot be written. One that is there stays as it is, and none is left."""
     there = path.exists()
@@ -422,7 +422,7 @@ def logit_lines(checks: dict[str, Any]) -> Iterator[str]:
             detail = f", relative difference at most {check['largest']:.2g}, {check['limit']:g} may be{beside}"
             yield f"{VERDICTS[check['ok']]}  {what} ({check['requests']} requests{detail})"
 
-
+# %% ../nbs/10_cli.ipynb #a97569b6
 def print_ttft(console: Console, result: dict[str, Any]) -> None:
     """An experiment's result for a person."""
     machine, engine, config = result["machine"], result["engine"], result["config"]

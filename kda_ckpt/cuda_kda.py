@@ -477,7 +477,7 @@ def _parent() -> type[Backend]:
         return TorchBackend
     return TritonBackend
 
-
+# %% ../nbs/06_flashkda_cuda.ipynb #2c539b1d
 class CudaBackend(_parent()):
     """Prefill in CUDA C++ for Hopper; everything else from the backend it extends."""
 

@@ -62,7 +62,7 @@ def page_views(
         offset += torch.Size(shape).numel() * size
     return views
 
-
+# %% ../nbs/08_engine.ipynb #8529be88
 class CachePool:
     """The cache memory of all layers: `num_blocks` blocks of `lanes` pages each.
 
@@ -155,7 +155,7 @@ class RequestMetrics:
         """Time to the latest token in seconds; only after the first."""
         return self.finish_time - self.arrival_time
 
-
+# %% ../nbs/08_engine.ipynb #e15f3cfa
 @dataclass
 class RequestOutput:
     """A request's prompt, the tokens sampled for it, and its metrics.
@@ -204,7 +204,7 @@ def copy_metadata(source: BatchMetadata, target: BatchMetadata) -> None:
     target.attention.seq_lens.copy_(source.attention.seq_lens, non_blocking=True)
     target.attention.slot_mapping.copy_(source.attention.slot_mapping, non_blocking=True)
 
-
+# %% ../nbs/08_engine.ipynb #19f4be97
 class DecodeGraphs:
     """Records and replays decode steps of one model on its GPU. attention_block_size: tokens per column of the block table."""
 
@@ -305,7 +305,7 @@ def with_nobody(meta: BatchMetadata, shape: GraphShape, block_size: int) -> Batc
         ),
     )
 
-
+# %% ../nbs/08_engine.ipynb #6c7d4e5f
 def copy_batch(source: BatchMetadata, target: BatchMetadata) -> None:
     """Overwrite the tensors of a batch with those of another one of its shape, which has no row of nobody, in place."""
     pairs = [

@@ -169,7 +169,7 @@ def _choose(
     tl.store(experts + at, best.to(tl.int64), inside)
     tl.store(weights + at, kept, inside)
 
-
+# %% ../nbs/07_fused_ops.ipynb #ea86d19b
 def choose_experts_triton(
     logits: torch.Tensor, bias: torch.Tensor, top_k: int, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -530,7 +530,7 @@ def _store_latents(
     tl.store(out + token * (RANK + ROPE) + RANK + rest, same, rest < ROPE)
     tl.store(place + RANK + rest, same, rest < kept_shared)
 
-
+# %% ../nbs/07_fused_ops.ipynb #00911ad4
 def store_latents_triton(
     latent: torch.Tensor,
     shared: torch.Tensor,
@@ -548,7 +548,7 @@ def store_latents_triton(
     )  # fmt: skip
     return out
 
-
+# %% ../nbs/07_fused_ops.ipynb #d0ba5fcf
 def store_latents(
     latent: torch.Tensor,
     shared: torch.Tensor,

@@ -89,7 +89,7 @@ class KDAMetadata:
     store_slots: torch.Tensor
     checkpoint: KDACheckpointMetadata | None
 
-
+# %% ../nbs/04_checkpoint_metadata.ipynb #5c00a298
 @dataclass
 class AttentionMetadata:
     """What an attention layer needs to know of a batch, in the same order.
@@ -120,7 +120,7 @@ class AttentionMetadata:
         """Tokens of the longest sequence."""
         return max(self.seq_lens_cpu)
 
-
+# %% ../nbs/04_checkpoint_metadata.ipynb #73867bd2
 @dataclass
 class BatchMetadata:
     """The metadata of one forward for both kinds of layers."""

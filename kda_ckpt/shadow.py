@@ -178,7 +178,7 @@ class World:
         """The smallest pool in which one request of `length` tokens can run."""
         return 1 + sum(spec.max_num_blocks(length) for spec in self.specs())
 
-
+# %% ../nbs/12_proof.ipynb #b6e06751
 class StepConfig(SchedulerConfig):
     """A scheduler configuration whose step budget can be set from step to step below its maximum."""
 
@@ -772,7 +772,7 @@ def explore(
     check_progress(whole)
     return Count(1, len(seen), steps, finished)
 
-
+# %% ../nbs/12_proof.ipynb #75f83299
 def check_progress(whole: Mapping[int, int]) -> None:
     """I8: steps with the whole budget never go round in circles. whole: each state's successor in such a step."""
     done: set[int] = set()

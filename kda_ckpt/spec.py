@@ -212,7 +212,7 @@ def group_layers(specs: Mapping[str, KVCacheSpec]) -> list[KVCacheGroup]:
     members.sort(key=lambda member: isinstance(member[0], MambaSpec))
     return [KVCacheGroup(tuple(names), spec) for spec, names in members]
 
-
+# %% ../nbs/01_mamba_spec.ipynb #8120aea1
 @dataclass(frozen=True)
 class KVCacheConfig:
     """One pool of `num_blocks` physical blocks (block 0 is the null block) for all groups."""

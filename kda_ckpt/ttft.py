@@ -223,7 +223,7 @@ class Run:
         """The forwards that computed prompt tokens."""
         return [step for step in self.steps if step.num_prefill_rows]
 
-
+# %% ../nbs/09_ttft.ipynb #c8da6ed0
 def send(
     llm: LLM,
     prompts: Sequence[Sequence[int]],
@@ -348,7 +348,7 @@ class Plan:
     num_blocks: int
     whole_blocks: bool = True
 
-
+# %% ../nbs/09_ttft.ipynb #969de516
 def predict(plan: Plan, way: str, cost: Callable[[int], float], decode: float) -> dict[str, float]:
     """Mean TTFT and latency in seconds, and forwards per prefill, if a forward takes `cost(tokens)` seconds."""
     limits = SchedulerConfig(plan.budget, plan.concurrency + 1, max_model_len=plan.prompt_len + plan.output_len)
@@ -729,7 +729,7 @@ def check_points(points: Sequence[Point], config: TTFTConfig) -> tuple[dict[str,
             failures.append(f"first-token logits, {what}: a relative difference of {largest:.2g}, {limit:g} may be")
     return checks, failures
 
-
+# %% ../nbs/09_ttft.ipynb #d98b07b8
 def check_logits(points: Sequence[Point]) -> dict[str, Any]:
     """The comparisons of first-token logits over all points, and their natural spread where it was measured."""
     found = {name: [x for p in points for x in p.logits.get(name, [])] for name in (*LOGIT_CHECKS, "natural")}
@@ -783,7 +783,7 @@ def version_of(package: str) -> str | None:
     except metadata.PackageNotFoundError:
         return None
 
-
+# %% ../nbs/09_ttft.ipynb #d76bfcef
 def git_commit() -> str | None:
     """What the environment variable `KDA_CKPT_COMMIT` says, or the commit of the checkout this package runs from.
 
@@ -934,7 +934,7 @@ def run_points(experiment: Experiment) -> tuple[list[Point], str | None]:
         return points, "interrupted" if isinstance(error, KeyboardInterrupt) else why
     return points, None
 
-
+# %% ../nbs/09_ttft.ipynb #349c8a8d
 def run_ttft(config: TTFTConfig, *, llm: LLM | None = None, progress: Progress | None = None) -> TTFTResult:
     """Measure TTFT, throughput and latency, split against internal, and check that both give the same tokens.
 
