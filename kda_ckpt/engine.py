@@ -36,9 +36,9 @@ from .spec import KVCacheConfig, KVCacheSpec, MambaSpec, check_int, fit_attentio
 # %% auto #0
 __all__ = ['PAGE_ALIGNMENT', 'PREFIX_CACHING', 'GRAPH_STRETCH', 'GRAPH_TOKENS', 'GRAPH_TILE', 'page_views', 'CachePool',
            'SamplingParams', 'RequestMetrics', 'RequestOutput', 'StepStats', 'stretched', 'copy_metadata',
-           'DecodeGraphs', 'round_up', 'GraphShape', 'with_nobody', 'copy_batch', 'PrefillGraphs', 'EngineMemory',
-           'check_tokens', 'EngineRequests', 'EngineForward', 'EngineSteps', 'EngineBatches', 'check_sizes', 'LLM',
-           'build_model']
+           'record_forward', 'DecodeGraphs', 'round_up', 'GraphShape', 'with_nobody', 'copy_batch', 'PrefillGraphs',
+           'EngineMemory', 'check_tokens', 'EngineRequests', 'EngineForward', 'EngineSteps', 'EngineBatches',
+           'check_sizes', 'LLM', 'build_model']
 
 # %% ../nbs/08_engine.ipynb #c7ea5800
 PAGE_ALIGNMENT = 256
@@ -205,6 +205,15 @@ def copy_metadata(source: BatchMetadata, target: BatchMetadata) -> None:
     target.attention.slot_mapping.copy_(source.attention.slot_mapping, non_blocking=True)
 
 # %% ../nbs/08_engine.ipynb #19f4be97
+def record_forward(model: KimiLinear, ids: torch.Tensor, meta: BatchMetadata, memory: tuple | None = None) -> tuple:
+    """A graph of one forward, and the ids, metadata and logits it is tied to; memory: a pool that graphs share."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, pool=memory):
+        logits = model(ids, meta)
+    return graph, ids, meta, logits
+
+
 class DecodeGraphs:
     """Records and replays decode steps of one model on its GPU. attention_block_size: tokens per column of the block table."""
 
@@ -218,20 +227,14 @@ class DecodeGraphs:
         key = (len(input_ids), length)
         if key not in self._graphs:
             logits = self.model(input_ids, meta)
-            self._graphs[key] = self._record(input_ids, stretched(meta, -(-length // self.block_size), length))
+            fixed = stretched(meta, -(-length // self.block_size), length)
+            self._graphs[key] = record_forward(self.model, input_ids.clone(), fixed)
             return logits
         graph, ids, fixed, logits = self._graphs[key]
         ids.copy_(input_ids, non_blocking=True)
         copy_metadata(meta, fixed)
         graph.replay()
         return logits
-
-    def _record(self, input_ids: torch.Tensor, meta: BatchMetadata) -> tuple:
-        ids, graph = input_ids.clone(), torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            logits = self.model(ids, meta)
-        return graph, ids, meta, logits
 
 # %% ../nbs/08_engine.ipynb #a66365e3
 GRAPH_TOKENS, GRAPH_TILE = 512, 64
@@ -354,21 +357,15 @@ class PrefillGraphs:
             fixed = with_nobody(meta, shape, self.block_size)
             ids = F.pad(input_ids, (0, shape.decodes + shape.tokens - len(input_ids)))
             logits = self.model(ids, fixed)
-            self._graphs[shape] = self._record(ids, fixed)
+            # the layers have kept on `fixed` what must be computed anew in each replay
+            clean = BatchMetadata(replace(fixed.kda), replace(fixed.attention))
+            self._graphs[shape] = record_forward(self.model, ids, clean, self._memory)
             return logits
         graph, ids, fixed, logits = self._graphs[shape]
         ids[: len(input_ids)].copy_(input_ids, non_blocking=True)
         copy_batch(meta, fixed)
         graph.replay()
         return logits
-
-    def _record(self, ids: torch.Tensor, meta: BatchMetadata) -> tuple:
-        meta = BatchMetadata(replace(meta.kda), replace(meta.attention))  # without what the layers have kept on it
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._memory):
-            logits = self.model(ids, meta)
-        return graph, ids, meta, logits
 
 # %% ../nbs/08_engine.ipynb #f6236937
 class EngineMemory:
