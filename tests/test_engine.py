@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kda_ckpt.engine import LLM, SamplingParams, build_model
+from kda_ckpt.engine import LLM, GraphShape, PrefillGraphs, SamplingParams, build_model
+from kda_ckpt.metadata import AttentionMetadataBuilder, BatchMetadata, KDAMetadataBuilder, Row
 from kda_ckpt.model import get_preset
-from kda_ckpt.spec import MambaSpec
+from kda_ckpt.spec import MambaSpec, MLAAttentionSpec
 
 GREEDY = SamplingParams(max_tokens=6)
 
@@ -525,3 +529,78 @@ def test_logits_of_an_aborted_request(model, monkeypatch):
     output = llm.abort("a")
     assert len(output.token_ids) == 1
     assert_logits_are_the_tokens(output)
+
+
+class Tape:
+    """A model that sums each row's tokens, positions and slots, and what torch.cuda needs to record it without a GPU."""
+
+    def __init__(self, monkeypatch):
+        self.calls = 0
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+
+    def __call__(self, ids, meta):
+        self.calls += 1
+        self.last, attention, kda = (ids, meta), meta.attention, meta.kda
+        bounds, n = attention.query_start_loc.tolist(), attention.num_decodes
+        assert [n + each for each in kda.cu_seqlens.tolist()] == bounds[n:]
+        assert attention.seq_lens[n:].sum() == sum(attention.seq_lens_cpu[n:])
+        if 0 in attention.query_lens_cpu:  # bounds: the last row is nobody's
+            assert (attention.slot_mapping[bounds[-2] :] == -1).all() and kda.store_slots[-1] == 0
+        rows = [(ids[a:b].sum(), attention.slot_mapping[a:b].clamp(min=0).sum()) for a, b in pairwise(bounds)]
+        marks = torch.zeros(len(rows), 2, dtype=torch.int64)
+        if kda.checkpoint is not None:
+            marks[n:] = torch.stack([kda.checkpoint.checkpoint_offsets, kda.checkpoint.state_indices], 1)
+        pages = [
+            line[: -(-length // 16)].sum() for line, length in zip(attention.block_table, attention.seq_lens.tolist())
+        ]
+        columns = [kda.load_slots, kda.store_slots, attention.seq_lens, torch.stack(pages)]
+        self.result = torch.cat([torch.tensor(rows), marks, torch.stack(columns, 1)], 1)
+        return self.result
+
+    @contextmanager
+    def graph(self, graph, pool=None):
+        yield
+        call, result = self.last, self.result
+        graph.replay = lambda: result.copy_(self(*call))
+
+
+def test_recorded_prefills_are_replayed_for_other_prompts(monkeypatch):
+    tape, size = Tape(monkeypatch), {"attention": 16, "mamba": 32}
+    mamba = MambaSpec(
+        block_size=32,
+        shapes=((1,),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode="align",
+        num_prefill_checkpoint_blocks=1,
+    )
+    attention = MLAAttentionSpec(block_size=16, head_size=8, dtype=torch.float32)
+    graphs, plain = PrefillGraphs(tape, 16, most=4), Tape(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "graph", tape.graph)
+
+    def batch(*rows):
+        first = 1 + rows[0][1]  # other blocks for other prompts
+        tables = {
+            kind: [list(range(first + i, first + i - (-end // n))) for i, (_, end) in enumerate(rows)]
+            for kind, n in size.items()
+        }
+        rows = [Row(start, end) for start, end in rows]
+        return BatchMetadata(
+            KDAMetadataBuilder(mamba).build(rows, tables["mamba"]),
+            AttentionMetadataBuilder(attention).build(rows, tables["attention"]),
+        )
+
+    batches = [
+        [(0, 20)], [(0, 33)], [(0, 50)], [(32, 60)], [(64, 80)], [(96, 150)], [(40, 41), (0, 30)], [(99, 100), (0, 44)],
+        [(7, 8), (32, 70), (0, 40)], [(0, 20)], [(0, 10), (0, 5)],
+    ]  # fmt: skip
+    for rows in batches * 2:
+        meta = batch(*rows)
+        ids = torch.randint(100, (sum(end - start for start, end in rows),))
+        if graphs.takes(meta):
+            assert torch.equal(graphs(ids, meta)[: len(rows)], plain(ids, meta))
+    shapes = {GraphShape.of(batch(*rows)) for rows in batches}
+    assert len(graphs._graphs) == 4 < len(shapes) < len(batches)  # as many as may be, and some fit several batches
+    assert not graphs.takes(batch((0, 600)))
