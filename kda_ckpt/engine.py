@@ -34,14 +34,19 @@ from .scheduler import Request, RequestStatus, ScheduledChunk, Scheduler, Schedu
 from .spec import KVCacheConfig, KVCacheSpec, MambaSpec, check_int, fit_attention_block_size, group_layers
 
 # %% auto #0
-__all__ = ['PAGE_ALIGNMENT', 'PREFIX_CACHING', 'GRAPH_STRETCH', 'GRAPH_TOKENS', 'GRAPH_TILE', 'page_views', 'CachePool',
-           'SamplingParams', 'RequestMetrics', 'RequestOutput', 'StepStats', 'stretched', 'copy_metadata',
-           'record_forward', 'DecodeGraphs', 'round_up', 'GraphShape', 'with_nobody', 'copy_batch', 'PrefillGraphs',
-           'EngineMemory', 'check_tokens', 'EngineRequests', 'EngineForward', 'EngineSteps', 'EngineBatches',
-           'check_sizes', 'LLM', 'build_model']
+__all__ = ['PAGE_ALIGNMENT', 'PREFIX_CACHING', 'GRAPH_STRETCH', 'GRAPH_TOKENS', 'GRAPH_TILE', 'round_up', 'page_views',
+           'CachePool', 'SamplingParams', 'RequestMetrics', 'RequestOutput', 'StepStats', 'stretched', 'copy_metadata',
+           'record_forward', 'DecodeGraphs', 'GraphShape', 'with_nobody', 'copy_batch', 'PrefillGraphs', 'EngineMemory',
+           'check_tokens', 'EngineRequests', 'EngineForward', 'EngineSteps', 'EngineBatches', 'check_sizes', 'LLM',
+           'build_model']
 
 # %% ../nbs/08_engine.ipynb #c7ea5800
 PAGE_ALIGNMENT = 256
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple that is at least n."""
+    return -(-n // multiple) * multiple
 
 
 def page_views(
@@ -71,7 +76,7 @@ class CachePool:
 
     def __init__(self, config: KVCacheConfig, device: torch.device | str) -> None:
         self.config = config
-        page_bytes = -(-config.page_size_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+        page_bytes = round_up(config.page_size_bytes, PAGE_ALIGNMENT)
         num_lanes = max(len(group.layer_names) for group in config.groups)
         self.lanes = [
             torch.zeros(config.num_blocks, page_bytes, dtype=torch.uint8, device=device) for _ in range(num_lanes)
@@ -196,13 +201,21 @@ def stretched(meta: BatchMetadata, width: int, length: int) -> BatchMetadata:
 
 
 def copy_metadata(source: BatchMetadata, target: BatchMetadata) -> None:
-    """Overwrite the tensors of decode metadata, in place, with those of another batch of the same shape."""
-    target.kda.load_slots.copy_(source.kda.load_slots, non_blocking=True)
-    target.kda.store_slots.copy_(source.kda.store_slots, non_blocking=True)
-    table = source.attention.block_table
-    target.attention.block_table[:, : table.shape[1]].copy_(table, non_blocking=True)
-    target.attention.seq_lens.copy_(source.attention.seq_lens, non_blocking=True)
-    target.attention.slot_mapping.copy_(source.attention.slot_mapping, non_blocking=True)
+    """Overwrite, in place, the beginning of a batch's tensors with those of another one, as far as they differ in one shape."""
+    kda, attention = ["load_slots", "store_slots"], ["seq_lens", "slot_mapping"]
+    parts = [(source.kda, target.kda, kda), (source.attention, target.attention, attention)]
+    if source.kda.num_prefills:
+        kda.append("cu_seqlens")
+        attention.append("query_start_loc")
+        if source.kda.checkpoint is not None:
+            parts.append((source.kda.checkpoint, target.kda.checkpoint, ["checkpoint_offsets", "state_indices"]))
+    for new, fixed, names in parts:
+        for name in names:
+            values = getattr(new, name)
+            getattr(fixed, name)[: len(values)].copy_(values, non_blocking=True)
+    table, fixed = source.attention.block_table, target.attention.block_table
+    columns = min(table.shape[1], fixed.shape[1])
+    fixed[: len(table), :columns].copy_(table[:, :columns], non_blocking=True)
 
 # %% ../nbs/08_engine.ipynb #19f4be97
 def record_forward(model: KimiLinear, ids: torch.Tensor, meta: BatchMetadata, memory: tuple | None = None) -> tuple:
@@ -223,7 +236,7 @@ class DecodeGraphs:
 
     def __call__(self, input_ids: torch.Tensor, meta: BatchMetadata) -> torch.Tensor:
         """float32 logits `[N, vocab]` of N single-token rows; valid until the next call."""
-        length = -(-meta.attention.max_seq_len // GRAPH_STRETCH) * GRAPH_STRETCH
+        length = round_up(meta.attention.max_seq_len, GRAPH_STRETCH)
         key = (len(input_ids), length)
         if key not in self._graphs:
             logits = self.model(input_ids, meta)
@@ -238,11 +251,6 @@ class DecodeGraphs:
 
 # %% ../nbs/08_engine.ipynb #a66365e3
 GRAPH_TOKENS, GRAPH_TILE = 512, 64
-
-
-def round_up(n: int, multiple: int) -> int:
-    """The smallest multiple that is at least n."""
-    return -(-n // multiple) * multiple
 
 
 class GraphShape(NamedTuple):
@@ -311,22 +319,10 @@ def with_nobody(meta: BatchMetadata, shape: GraphShape, block_size: int) -> Batc
 # %% ../nbs/08_engine.ipynb #6c7d4e5f
 def copy_batch(source: BatchMetadata, target: BatchMetadata) -> None:
     """Overwrite the tensors of a batch with those of another one of its shape, which has no row of nobody, in place."""
-    pairs = [
-        (getattr(source.kda, name), getattr(target.kda, name)) for name in ("cu_seqlens", "load_slots", "store_slots")
-    ]
-    if source.kda.checkpoint is not None:
-        names = ("checkpoint_offsets", "state_indices")
-        pairs += [(getattr(source.kda.checkpoint, name), getattr(target.kda.checkpoint, name)) for name in names]
-    for name in ("query_start_loc", "seq_lens", "slot_mapping"):
-        pairs.append((getattr(source.attention, name), getattr(target.attention, name)))
-    for new, fixed in pairs:
-        fixed[: len(new)].copy_(new, non_blocking=True)
+    copy_metadata(source, target)
     n = source.attention.num_decodes
     target.attention.seq_lens[-1:].fill_(target.attention.seq_lens_cpu[n] - sum(source.attention.seq_lens_cpu[n:]))
     target.attention.slot_mapping[len(source.attention.slot_mapping) :].fill_(-1)
-    table, fixed = source.attention.block_table, target.attention.block_table
-    columns = min(table.shape[1], fixed.shape[1])
-    fixed[: len(table), :columns].copy_(table[:, :columns], non_blocking=True)
 
 # %% ../nbs/08_engine.ipynb #af96c7c3
 class PrefillGraphs:

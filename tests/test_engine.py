@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kda_ckpt.engine import LLM, GraphShape, PrefillGraphs, SamplingParams, build_model
+from kda_ckpt.engine import LLM, DecodeGraphs, GraphShape, PrefillGraphs, SamplingParams, build_model
 from kda_ckpt.metadata import AttentionMetadataBuilder, BatchMetadata, KDAMetadataBuilder, Row
 from kda_ckpt.model import get_preset
 from kda_ckpt.spec import MambaSpec, MLAAttentionSpec
@@ -604,3 +604,8 @@ def test_recorded_prefills_are_replayed_for_other_prompts(monkeypatch):
     shapes = {GraphShape.of(batch(*rows)) for rows in batches}
     assert len(graphs._graphs) == 4 < len(shapes) < len(batches)  # as many as may be, and some fit several batches
     assert not graphs.takes(batch((0, 600)))
+    decodes = DecodeGraphs(tape, 16)
+    for rows in [[(40, 41)], [(99, 100)], [(7, 8), (1030, 1031)], [(33, 34), (1999, 2000)]] * 2:
+        meta, ids = batch(*rows), torch.randint(100, (len(rows),))
+        assert torch.equal(decodes(ids, meta), plain(ids, meta))
+    assert len(decodes._graphs) == 2
