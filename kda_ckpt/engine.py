@@ -497,6 +497,12 @@ class EngineRequests(EngineMemory):
 class EngineForward(EngineRequests):
     """From the chunks of a step to sampled tokens."""
 
+    def renew_graphs(self) -> None:
+        """From now on record forwards anew, as far as the model can; on a GPU."""
+        self.decode_graphs, self.prefill_graphs = DecodeGraphs(self.model, self.attention_block_size), None
+        if PrefillGraphs.possible(self.model):
+            self.prefill_graphs = PrefillGraphs(self.model, self.attention_block_size)
+
     def _build(self, output: SchedulerOutput) -> tuple[list[ScheduledChunk], BatchMetadata]:
         """The chunks in batch order, single tokens first, and the metadata of their forward."""
         chunks = sorted(output.chunks, key=lambda chunk: chunk.end - chunk.start > 1)
@@ -742,9 +748,7 @@ class LLM(EngineBatches):
         )
         self.decode_graphs = self.prefill_graphs = None
         if cuda_graphs and self.device.type == "cuda":
-            self.decode_graphs = DecodeGraphs(self.model, self.attention_block_size)
-            if PrefillGraphs.possible(self.model):
-                self.prefill_graphs = PrefillGraphs(self.model, self.attention_block_size)
+            self.renew_graphs()
         self._ids = itertools.count()
         self._outputs: dict[str, RequestOutput] = {}
         self.reset(prefix_caching=prefix_caching)

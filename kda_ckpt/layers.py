@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['FLOAT32_WEIGHTS', 'LayerCache', 'ModelConfig', 'check_config', 'read_config', 'matmul_float32', 'SeededWeights',
-           'KDACache', 'MLACache', 'kda_shapes', 'spread_gates', 'time_constants', 'MambaLayer', 'KDALayer',
-           'decode_rows', 'prefill_rows', 'mla_shapes', 'padded_latents', 'row_attention', 'takes_tiles',
+           'KDACache', 'MLACache', 'kda_shapes', 'kda_state_shapes', 'spread_gates', 'time_constants', 'MambaLayer',
+           'KDALayer', 'decode_rows', 'prefill_rows', 'mla_shapes', 'padded_latents', 'row_attention', 'takes_tiles',
            'prefill_attention', 'decode_attention', 'prefill_starts', 'MLALayer', 'mlp_shapes', 'moe_shapes', 'route',
            'grouped_matmul', 'expert_mlp', 'MLP', 'MoE', 'DecoderLayer', 'parameter_shapes', 'active_numel']
 
@@ -226,6 +226,12 @@ def kda_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "o_proj": (hidden, heads * dim),
     }
 
+
+def kda_state_shapes(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
+    """What a KDA layer keeps of a sequence: its convolution window [C, W-1] and its state [H, V, K]."""
+    heads, dim = config.num_heads, config.head_dim
+    return (3 * heads * dim, config.conv_width - 1), (heads, dim, dim)
+
 # %% ../nbs/07_hybrid_layers.ipynb #2ac475c1
 def spread_gates(
     heads: int, dim: int, lower_bound: float | None, generator: torch.Generator, longest: float = 4096.0
@@ -282,7 +288,7 @@ class KDALayer(MambaLayer):
         self.dt_bias.copy_(dt_bias)
         self.gate = {"A_log": self.A_log, "dt_bias": self.dt_bias, "lower_bound": config.lower_bound}
         self.sizes = [3 * heads * dim, dim, dim, heads]
-        self.state_shapes = ((3 * heads * dim, config.conv_width - 1), (heads, dim, dim))
+        self.state_shapes = kda_state_shapes(config)
         self.state_dtypes = (weights.dtype, torch.float32)
 
     def get_kv_cache_spec(self, *, block_size: int, mamba_cache_mode: str, internal_checkpoints: bool) -> MambaSpec:

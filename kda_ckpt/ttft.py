@@ -23,6 +23,7 @@ import torch
 import kda_ckpt
 from .engine import LLM, RequestOutput, SamplingParams, StepStats, build_model
 from .explain import WAYS, bookkeeping, replay
+from .layers import kda_state_shapes
 from .model import ModelConfig, get_preset
 from .scheduler import Request, SchedulerConfig, SchedulerOutput
 from .spec import MambaSpec, check_int, fit_attention_block_size
@@ -478,12 +479,8 @@ def free_memory(device: str) -> int | None:
 def memory_needed(config: TTFTConfig) -> tuple[int, int]:
     """Bytes that the weights and the caches of a resolved experiment take."""
     model, dtype = config.model_config, getattr(torch, config.dtype)
-    heads, dim = model.num_heads, model.head_dim
-    state = MambaSpec(
-        block_size=config.block_size,
-        shapes=((3 * heads * dim, model.conv_width - 1), (heads, dim, dim)),
-        dtypes=(dtype, torch.float32),
-    ).page_size_bytes
+    shapes, dtypes = kda_state_shapes(model), (dtype, torch.float32)
+    state = MambaSpec(block_size=config.block_size, shapes=shapes, dtypes=dtypes).page_size_bytes
     token = (model.kv_lora_rank + model.qk_rope_head_dim) * dtype.itemsize
     size, full = fit_attention_block_size(config.block_size, state, token), sum(model.is_full_attention)
     block = max(full, model.num_layers - full) * max(state, size * token)

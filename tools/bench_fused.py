@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from gpu_machine import machine
+from gpu_machine import machine, write
 
 from kda_ckpt import fused
 from kda_ckpt.layers import decode_attention
@@ -130,8 +130,7 @@ def main() -> None:
         result[kind].append(line)
         print(json.dumps(line), flush=True)
         if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+            write(args.out, result)
 
     with torch.inference_mode():
         for name, (call, size) in (operations(args.tokens) | attention(8500, 16)).items():

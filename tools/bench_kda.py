@@ -21,7 +21,7 @@ import torch
 from triton.testing import do_bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from gpu_machine import machine
+from gpu_machine import machine, write
 
 from kda_ckpt.backends import get_backend
 from kda_ckpt.reference import kda_recurrent, random_inputs, relative_error
@@ -293,12 +293,11 @@ def main() -> int:
     result["decode"] = {n: time_decode(n) for n in ours}
     print(json.dumps(dict(store=result["store"], decode=result["decode"], copy_gbs=result["copy_gbs"])), flush=True)
     result["rows"] = []
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     for regime in names(args.regimes):  # written after each, so that a run cut short is not lost
         result["rows"] += time_shapes(found, [regime], result["copy_gbs"])
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(args.out, result)
     result["growth"] = {name: time_growth(name) for name in ours}
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(args.out, result)
     summary(result)
     return 0
 

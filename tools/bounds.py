@@ -12,7 +12,7 @@ from statistics import fmean
 
 import torch
 
-from kda_ckpt.layers import FLOAT32_WEIGHTS, ModelConfig, kda_shapes, parameter_shapes
+from kda_ckpt.layers import FLOAT32_WEIGHTS, ModelConfig, kda_state_shapes, parameter_shapes
 from kda_ckpt.metadata import Row
 
 
@@ -59,8 +59,8 @@ def traffic(
         elif name != "embedding":
             dense += prod(shape) * size
     moe_layers = max(1, config.num_layers - config.first_dense_layers)
-    channels, width = kda_shapes(config)["conv_weight"]
-    state = config.num_heads * config.head_dim**2 * 4 + channels * (width - 1) * itemsize
+    window, state = map(prod, kda_state_shapes(config))
+    state = 4 * state + window * itemsize
     states, latent = (config.num_layers - full) * state, (config.kv_lora_rank + config.qk_rope_head_dim) * itemsize
     return {
         "dense_weights": dense,

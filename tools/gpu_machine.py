@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import json
 import platform
+from pathlib import Path
 
 import torch
 
@@ -51,3 +53,9 @@ def machine() -> dict:
     found = facts() | rates()
     torch.cuda.empty_cache()
     return found
+
+
+def write(path: Path, result: dict) -> None:
+    """A result as JSON, in a directory that is made if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

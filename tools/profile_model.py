@@ -24,10 +24,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bounds import bound, expert_statistics, operations, traffic
-from gpu_machine import machine
+from gpu_machine import machine, write
 
 from kda_ckpt import fused, layers
-from kda_ckpt.engine import LLM, DecodeGraphs, PrefillGraphs, SamplingParams, build_model
+from kda_ckpt.engine import LLM, SamplingParams, build_model
 from kda_ckpt.metadata import Row
 
 KINDS = {
@@ -235,9 +235,7 @@ def measured(llm: LLM, cases: Sequence, result: dict, way: str, repeats: int, to
     """All cases of one way, put into `result` and saved one by one. False if any of them failed: its error is in its place."""
     fused.USE_KERNELS = way == "fused"
     if llm.decode_graphs is not None:  # graphs of the other way
-        llm.decode_graphs, llm.prefill_graphs = DecodeGraphs(llm.model, llm.attention_block_size), None
-        if PrefillGraphs.possible(llm.model):
-            llm.prefill_graphs = PrefillGraphs(llm.model, llm.attention_block_size)
+        llm.renew_graphs()
     done = result["ways"][way] = []
     for kind, lengths in cases:
         name = f"{kind}, {lengths[0]} tokens" + (f", {len(lengths)} rows" if len(lengths) > 1 else "")
@@ -306,8 +304,7 @@ def main() -> int:
         result["seconds"] = round(time.perf_counter() - start, 1)
         print(f"   {result['seconds']} s so far", flush=True)
         if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            write(args.out, result)
 
     good = [measured(llm, CASES, result, way, args.repeats, args.top, save) for way in args.ways]
     return 0 if all(good) else 1
